@@ -1,4 +1,4 @@
-"""Take steps of GRPO here and with TRL, in turns: the same model, prompts, reward and numbers of answers.
+"""Time GRPO steps here and with TRL, alternating, with the same model, prompts, reward and group size.
 
 python scripts/bench.py --only rl --peer PYTHON      # an interpreter that has torch and trl
 """
@@ -20,22 +20,22 @@ ROOT = Path(__file__).parents[1]
 LEARNER: dict[str, Any] = dict(
     num_layers=6, embed_dim=256, num_heads=8, num_kv_heads=4, head_dim=32, mlp_dim=768
 )  # 5 M weights
-PROMPTS, ANSWERS, NEW = 8, 8, 64  # prompts, answers to each, and most tokens of an answer
-STEPS, SKIPPED = 9, 3  # steps, of which the first ones are not counted: they compile
+PROMPTS, SAMPLES, NEW = 8, 8, 64  # prompts, completions per prompt, and maximum tokens of a completion
+STEPS, SKIPPED = 9, 3  # number of steps; the first steps compile and are not counted
 
 
-def letters(answer: str) -> float:
-    """Return the share of an answer's characters that are the letter e: a reward, here and with TRL."""
-    return answer.count("e") / max(1, len(answer))
+def letters(completion: str) -> float:
+    """Return the fraction of characters that are the letter e: the reward, here and with TRL."""
+    return completion.count("e") / max(1, len(completion))
 
 
-def reward(prompt: dict, answer: str) -> float:
-    """Grade an answer of `scripts/train.py`."""
-    return letters(answer)
+def reward(prompt: dict, completion: str) -> float:
+    """Return the reward of a completion, for `scripts/train.py`."""
+    return letters(completion)
 
 
 def save_learner(folder: Path) -> None:
-    """Save a Llama of drawn weights with a tokenizer, and prompts for it."""
+    """Save a randomly initialized Llama with a tokenizer, and prompts for it."""
     import jax
 
     import eqx_decoders as ed
@@ -56,8 +56,8 @@ def save_learner(folder: Path) -> None:
 def our_steps(folder: Path) -> list[float]:
     """Run GRPO by `scripts/train.py`; return the seconds of each step."""
     shutil.rmtree(folder / "run", ignore_errors=True)
-    sizes = f"--rl.prompts {PROMPTS} --rl.samples {ANSWERS} --rl.max-new-tokens {NEW} --rl.slots {PROMPTS * ANSWERS}"
-    sizes += f" --seq-len 800 --batch-size 8 --steps {STEPS} --rl.answers-per-row 8"
+    sizes = f"--rl.prompts {PROMPTS} --rl.samples {SAMPLES} --rl.max-new-tokens {NEW} --rl.slots {PROMPTS * SAMPLES}"
+    sizes += f" --seq-len 800 --batch-size 8 --steps {STEPS} --rl.completions-per-row 8"
     quiet = "--sample-tokens 0 --eval-every 0 --checkpoint-every 1000"
     words = ["--method", "rl", "--rl.preset", "grpo", "--rl.reward", f"{__file__}:reward", "--run-dir", folder / "run"]
     words += ["--init-from", folder / "model", "--data", folder / "prompts.jsonl", *sizes.split(), *quiet.split()]
@@ -67,13 +67,13 @@ def our_steps(folder: Path) -> list[float]:
 
 
 def their_steps(folder: Path) -> None:
-    """Print the seconds of each step of TRL's GRPO: the same model, prompts, reward and numbers of answers."""
+    """Print the seconds of each step of TRL's GRPO."""
     import datasets
     import torch
     import trl
 
     torch.set_num_threads(os.cpu_count() or 1)
-    options: dict[str, Any] = dict(num_generations=ANSWERS, per_device_train_batch_size=PROMPTS * ANSWERS)
+    options: dict[str, Any] = dict(num_generations=SAMPLES, per_device_train_batch_size=PROMPTS * SAMPLES)
     options |= dict(max_completion_length=NEW, max_steps=STEPS, beta=0.0, loss_type="grpo", logging_steps=1)
     options |= dict(model_init_kwargs={"dtype": "float32"}, use_cpu=True, bf16=False, gradient_checkpointing=False)
     options |= dict(report_to="none", save_strategy="no", disable_tqdm=True)
@@ -108,7 +108,7 @@ def show_grpo(options: argparse.Namespace) -> None:
     if options.peer is None:
         print("steps of GRPO beside TRL: --peer PYTHON names an interpreter that has it")
         return
-    print(f"\na step of GRPO, Llama of 5 M weights, {PROMPTS} prompts x {ANSWERS} answers of {NEW} tokens, seconds:")
+    print(f"\na GRPO step, Llama of 5 M weights, {PROMPTS} prompts x {SAMPLES} completions of {NEW} tokens, seconds:")
     for side, seconds in beside_trl(options.peer, min(options.repeats, 3)).items():
         print(f"{side:5} " + " ".join(f"{each:6.2f}" for each in seconds))
 

@@ -1,4 +1,4 @@
-"""Draw answers to train on beside answers that are served, give an engine new weights, and take steps with rewards."""
+"""Time rollouts compared with served requests, loading of new weights into an engine, and GRPO steps."""
 
 import argparse
 import dataclasses
@@ -25,7 +25,7 @@ def make_engine(model: Any) -> Engine:
     return engine
 
 
-def drawn(engine: Engine, prompts: np.ndarray, seed: int) -> float:
+def rollouts(engine: Engine, prompts: np.ndarray, seed: int) -> float:
     """Return tokens a second of `rollout`, with its log-probs."""
     started, tokens = time.perf_counter(), 0
     for group in rollout(engine, prompts.tolist(), samples=SAMPLES, max_new_tokens=NEW, seed=seed):
@@ -61,13 +61,13 @@ def measure(repeats: int, sizes: dict[str, int] = SIZES) -> dict[str, list[float
     model, prompts = our_model(Work("float32", PROMPTS, PROMPT, NEW), sizes)
     other = dataclasses.replace(model, final_norm=jax.tree.map(lambda x: x * 1.0, model.final_norm))
     engine = make_engine(model)
-    rates: dict[str, list[float]] = {"served": [], "drawn": [], "load": [], "copied": []}
+    rates: dict[str, list[float]] = {"served": [], "rollouts": [], "load": [], "copied": []}
     for number in range(repeats + 1):
-        results = served(engine, prompts, 1000 * number), drawn(engine, prompts, number)
+        results = served(engine, prompts, 1000 * number), rollouts(engine, prompts, number)
         loads = [load_seconds(engine, each) for each in (other, model)]
         if number:  # the first ones compile what is left
             rates["served"].append(results[0])
-            rates["drawn"].append(results[1])
+            rates["rollouts"].append(results[1])
             rates["load"] += [seconds for seconds, _ in loads]
             rates["copied"] += [size for _, size in loads]
     return rates
@@ -75,9 +75,9 @@ def measure(repeats: int, sizes: dict[str, int] = SIZES) -> dict[str, list[float
 
 def show_rl(options: argparse.Namespace) -> None:
     rates = measure(min(options.repeats, 3))
-    ratio = statistics.median(b / a for a, b in zip(rates["served"], rates["drawn"], strict=True))
-    print(f"\nanswers to train on, Llama of 134 M weights in float32, {PROMPTS} prompts of {PROMPT} tokens")
-    print(f"{SAMPLES} answers of {NEW} tokens to each: {max(rates['drawn']):.0f} tokens/s drawn with log-probs")
+    ratio = statistics.median(b / a for a, b in zip(rates["served"], rates["rollouts"], strict=True))
+    print(f"\nrollouts, Llama of 134 M weights in float32, {PROMPTS} prompts of {PROMPT} tokens")
+    print(f"{SAMPLES} completions of {NEW} tokens for each: {max(rates['rollouts']):.0f} tokens/s with log-probs")
     print(f"{max(rates['served']):.0f} tokens/s of the same requests served without; median ratio {ratio:.2f}")
     print(f"new weights: {1000 * statistics.median(rates['load']):.1f} ms, {max(rates['copied']):.0f} bytes copied")
     show_grpo(options)

@@ -5,7 +5,7 @@
 
 The examples stop early, so that there is something left to learn. Every stage is a program that you could call: they
 are printed. At the end stands how many of 400 numbers that no lesson has shown are written backwards without a mistake,
-by the most likely answer and by drawn ones, before and after.
+with greedy and with sampled completions, before and after.
 """
 
 import argparse
@@ -22,13 +22,13 @@ SIZES = dict(num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=1
 EXAMPLES, TEACHER = 165, 400  # steps on examples, of the model and of a teacher
 COMMON = ["--seq-len", 128, "--sample-tokens", 0, "--eval-every", 0, "--checkpoint-every", 1000]
 MUON = ["--optimizer.name", "muon", "--optimizer.learning-rate", 3e-3]
-DRAWS = ["--rl.max-new-tokens", 8, "--rl.slots", 64, "--rl.answers-per-row", 16]
+SAMPLING = ["--rl.max-new-tokens", 8, "--rl.slots", 64, "--rl.completions-per-row", 16]
 CONSTANT = ["--optimizer.schedule", "constant", "--optimizer.learning-rate"]
 
 
-def exact(prompt: dict, answer: str) -> float:
+def exact(prompt: dict, completion: str) -> float:
     """Return 1 for the digits of a prompt backwards: the reward, and the grade of an evaluation."""
-    return float(answer.strip() == prompt["answer"])
+    return float(completion.strip() == prompt["answer"])
 
 
 def numbers(count, seed, held_out=False):
@@ -69,9 +69,9 @@ def program(name, *words):
 
 
 def accuracy(model, folder):
-    """Measure a model: the share of right answers, of the most likely ones and of drawn ones."""
+    """Return the fractions of correct completions of a model, greedy and sampled."""
     shares = []
-    for name, samples in (("greedy", 1), ("drawn", 4)):
+    for name, samples in (("greedy", 1), ("sampled", 4)):
         out, spec = folder / f"{model.name}-{name}", f"{Path(__file__)}:held_out"
         program("evaluate", "--model", model, "--tasks", spec, "--samples", samples, "--max-batch-size", 64,
                 "--output", out)  # fmt: skip
@@ -92,12 +92,12 @@ def examples(folder, name, steps, seed):
     return folder / name
 
 
-def answers(folder, base):
-    """Let a model draw eight answers to many numbers; return them by prompt, with whether each is right."""
+def sample(folder, base):
+    """Sample eight completions for many numbers; return them by prompt, with their grades."""
     flags = ["--tasks", f"{Path(__file__)}:others", "--samples", 8, "--max-batch-size", 64]
-    program("evaluate", "--model", base, *flags, "--output", folder / "answers")
+    program("evaluate", "--model", base, *flags, "--output", folder / "completions")
     groups = {}
-    for line in (folder / "answers" / "others.jsonl").read_text().splitlines():
+    for line in (folder / "completions" / "others.jsonl").read_text().splitlines():
         row = json.loads(line)
         groups.setdefault(row["example.prompt"], []).append((row["answer"], row["grade"].get("score", 0.0)))
     return groups
@@ -107,7 +107,7 @@ def grpo(folder, base, seed):
     """Reinforcement with the rewards of `exact`."""
     prompts = write(folder / "prompts.jsonl", numbers(5000, seed=2))
     held = write(folder / "held_out.jsonl", held_out.examples)
-    return ["--method", "rl", "--rl.preset", "grpo", "--rl.reward", f"{Path(__file__)}:exact", *DRAWS,
+    return ["--method", "rl", "--rl.preset", "grpo", "--rl.reward", f"{Path(__file__)}:exact", *SAMPLING,
             "--data", prompts, "--held-out", held, "--eval-every", 25, "--batch-size", 16, "--steps", 300,
             *CONSTANT, 5e-4]  # fmt: skip
 
@@ -119,22 +119,22 @@ def ppo(folder, base, seed):
 
 
 def dpo(folder, base, seed):
-    """Pairs of a right and a wrong answer of the model's own, with the likelihood of the right one."""
+    """Pairs of a correct and a wrong completion of the model, with the likelihood of the correct one."""
     rows = []
-    for prompt, drawn in answers(folder, base).items():
-        right, wrong = ([text for text, score in drawn if (score == 1) == good] for good in (True, False))
-        rows += [{"prompt": prompt, "chosen": a, "rejected": b} for a, b in zip(right, wrong, strict=False)]
+    for prompt, completions in sample(folder, base).items():
+        correct, wrong = ([text for text, score in completions if (score == 1) == good] for good in (True, False))
+        rows += [{"prompt": prompt, "chosen": a, "rejected": b} for a, b in zip(correct, wrong, strict=False)]
     pairs = write(folder / "pairs.jsonl", rows)
     return ["--method", "dpo", "--preference.beta", 0.1, "--preference.nll-weight", 1, "--data", pairs,
             "--batch-size", 8, "--steps", 120, *CONSTANT, 3e-4]  # fmt: skip
 
 
 def rejection(folder, base, seed):
-    """Examples again: the model's own right answers."""
+    """Rejection sampling: the correct completions of the model as examples."""
     rows = [
         {"prompt": prompt, "completion": text}
-        for prompt, drawn in answers(folder, base).items()
-        for text in {text for text, score in drawn if score == 1}
+        for prompt, completions in sample(folder, base).items()
+        for text in {text for text, score in completions if score == 1}
     ]
     return ["--data", write(folder / "right.jsonl", rows), "--batch-size", 8, "--steps", 120, *CONSTANT, 3e-4]
 
@@ -148,18 +148,18 @@ def distill(folder, base, seed):
 
 
 def on_policy(folder, base, seed):
-    """A teacher, on answers that the student draws: the reverse divergence of each next token."""
+    """On-policy distillation: the reverse divergence at each token of completions that the student samples."""
     prompts = write(folder / "prompts.jsonl", numbers(5000, 2))
-    return ["--method", "distill", "--distill.on-policy", "--distill.divergence", "reverse", *DRAWS, "--data", prompts,
-            "--distill.teacher", examples(folder, "teacher", TEACHER, seed + 100), "--batch-size", 16, "--steps", 150,
-            *CONSTANT, 1e-3]  # fmt: skip
+    return ["--method", "distill", "--distill.on-policy", "--distill.divergence", "reverse", *SAMPLING,
+            "--data", prompts, "--distill.teacher", examples(folder, "teacher", TEACHER, seed + 100),
+            "--batch-size", 16, "--steps", 150, *CONSTANT, 1e-3]  # fmt: skip
 
 
 def one_sample(folder, base, seed):
-    """A teacher, on answers that the student draws: what it says of the tokens that were drawn."""
+    """On-policy distillation from one sample: the teacher's log-probs of the sampled tokens."""
     prompts = write(folder / "prompts.jsonl", numbers(5000, 2))
     teacher = examples(folder, "teacher", TEACHER, seed + 100)
-    return ["--method", "rl", "--rl.teacher", teacher, *DRAWS, "--data", prompts, "--batch-size", 16, "--steps", 300,
+    return ["--method", "rl", "--rl.teacher", teacher, *SAMPLING, "--data", prompts, "--batch-size", 16, "--steps", 300,
             *CONSTANT, 5e-4]  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def main():
     flags = LESSONS[options.lesson](folder, base, seed)
     program("train", "--run-dir", run, "--init-from", base, "--export", export, "--seed", seed, *COMMON, *flags)
     after = accuracy(export, folder)
-    print(f"\n{'':24}{'most likely':>12}{'drawn':>8}")
+    print(f"\n{'':24}{'greedy':>12}{'sampled':>8}")
     for name, shares in (("after the examples", before), (f"after {options.lesson}", after)):
         print(f"{name:24}{shares[0]:12.3f}{shares[1]:8.3f}")
 

@@ -4,18 +4,17 @@ The order of the examples differs in each epoch. A batch takes examples in this 
 enough space, until an example fits into no row. That example starts the next batch. So a batch follows from the number
 of examples before it, which is the complete state, and each process makes only the rows that its devices hold.
 
-Each answer is a separate segment, with its prompt before it. `Signals.answers` contains the index of the answer at its
-tokens. Weights refer to the complete batch, so that sums over microbatches and devices are its loss.
+Each answer is a segment of its own, with its prompt before it. `Signals.completion_ids` numbers the answers of a row at
+their tokens. Weights are those of the whole batch, so that sums over microbatches and devices are its loss.
 
 **Pairs.** Both answers are in the same row, with the indices 2k - 1 (chosen) and 2k (rejected). `Signals.policy` is
 1 / pairs. If some pairs have a margin, it is in `Signals.baseline`.
 
-**Answers with labels.** `Signals.advantages` is 1 or -1, and `policy` is 1 / answers. KTO's z needs log-probs of
-answers to other prompts. So a batch has additional segments, each prompt with the answer of the next example, and the
-last prompt with the answer of the first example. Their indices start at `most_answers` / 2 + 1, their label and weight
-are 0, and in `Signals.divergence` they have the weight 1 / number of these segments:
-`z = max(0, sum of divergence * (log p - log reference))`. There is no such segment if the next example has the same
-prompt, or if its answer does not fit after this prompt.
+**Answers with labels.** `Signals.advantages` is 1 or -1, `policy` 1 / answers. KTO's z needs log-probs of answers to
+other prompts: a batch has as further segments each prompt with the answer of the next example, the last one with that
+of the first. They are numbered from `max_completions` / 2 + 1 on, have the label 0 and the weight 0, and in
+`Signals.divergence` the weight 1 / their number: `z = max(0, sum of divergence * (log p - log reference))`. Where the
+next example has the same prompt, or its answer does not fit behind this one, there is none.
 """
 
 import functools
@@ -97,8 +96,8 @@ class PreferenceBatches:
         return self
 
     @property
-    def most_answers(self) -> int:
-        """Maximum index of an answer in its row."""
+    def max_completions(self) -> int:
+        """The largest number that an answer may have in its row."""
         return 2 * self.examples_per_row
 
     @property
@@ -174,7 +173,7 @@ class PreferenceBatches:
             signals[name][span] = targets * weight
         if self.preferences.paired:
             signals = {"policy": signals["policy"]} | ({"baseline": margins} if self.preferences.has_margins else {})
-        marks = Signals(**signals, answers=answers, most_answers=self.most_answers)
+        marks = Signals(**signals, completion_ids=answers, max_completions=self.max_completions)
         return Batch(**arrays, loss_mask=answers > 0, signals=marks, contiguous=True)
 
 

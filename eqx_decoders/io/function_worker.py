@@ -81,12 +81,14 @@ def check_arguments(function, names):
         return
     try:
         signature.bind(*names)
-        takes = not {"prompts", "completion", "completions"} & set(signature.parameters)
+        parameters = [*signature.parameters]
+        in_order = all(names.index(name) == index for index, name in enumerate(parameters) if name in names)
+        takes = in_order and not {"prompts", "completions"} & set(parameters)
     except TypeError:
         takes = False
     if not takes:
         name = getattr(function, "__name__", "it")
-        raise TypeError(f"{name}{signature} is called once for each answer, as {name}({', '.join(names)})")
+        raise TypeError(f"{name}{signature} is called once for each completion, as {name}({', '.join(names)})")
 
 
 def answer(function, objects, task):

@@ -5,29 +5,28 @@ This table is in `rl`, and not in `training`, because packages import only from 
 """
 
 from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.methods import distill_run
+from eqx_decoders.training.methods import distill
 from eqx_decoders.training.methods.method import MethodStart, OpenedMethod
-from eqx_decoders.training.methods.preference_run import open_preferences
-from eqx_decoders.training.methods.reward_run import open_rewards
-from eqx_decoders.training.methods.texts import open_texts
+from eqx_decoders.training.methods.preference import open_preferences, open_rewards
+from eqx_decoders.training.methods.sft import open_texts
 from eqx_decoders.training.run import loop
 from eqx_decoders.training.run.start import Methods
 
 
 def open_rl(start: MethodStart) -> OpenedMethod:
     """Open the prompts of a run with the method `rl`."""
-    from eqx_decoders.rl import open_run  # imports the serving engine, which other methods do not need
+    from eqx_decoders.rl import run  # imports the serving engine, which other methods do not need
 
-    return open_run.open_rl(start)
+    return run.open_rl(start)
 
 
 def open_distillation(start: MethodStart) -> OpenedMethod:
     """Open the data and the teacher of a run with the method `distill`."""
     if not start.config.distill.on_policy:
-        return distill_run.open_distillation(start)
-    from eqx_decoders.rl import open_run
+        return distill.open_distillation(start)
+    from eqx_decoders.rl import run
 
-    return open_run.open_on_policy(start)
+    return run.open_on_policy(start)
 
 
 METHODS: Methods = {

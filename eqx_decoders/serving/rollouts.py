@@ -1,4 +1,4 @@
-"""Answers of an engine for training: several to each prompt, with the log-probabilities that they were drawn by."""
+"""Sampling of completions for training: several for each prompt, with the log-probs that they were sampled with."""
 
 import collections
 import hashlib
@@ -14,16 +14,16 @@ from eqx_decoders.serving.engine.sampler import SamplingParams
 
 
 class Rollout(NamedTuple):
-    """Answer that a model drew.
+    """Sampled completion.
 
     **Arguments:**
 
-    - `tokens`: its tokens, with the one that ended it.
-    - `log_probs`: log-probability of each, of the distribution that it was drawn from.
-    - `versions`: number of the weights that drew each (see `Engine.load`).
-    - `finish_reason`: `"stop"` for a token that ends answers, `"length"` for an answer that was cut.
-    - `experts`: the experts that each token of the prompt and of the answer was sent to, with
-        `EngineConfig.expert_choices`; -1 for tokens of which they are not known, such as the last one.
+    - `tokens`: sampled tokens, including the end token.
+    - `log_probs`: log-prob of each token in the distribution that it was sampled from.
+    - `versions`: version of the weights that sampled each token (see `Engine.load`).
+    - `finish_reason`: `"stop"` for an end token, `"length"` for a truncated completion.
+    - `experts`: experts of each token of prompt and completion, with `EngineConfig.expert_choices`. -1 for tokens
+        whose experts are unknown, such as the last token.
     """
 
     tokens: Int32[np.ndarray, "length"]
@@ -34,18 +34,23 @@ class Rollout(NamedTuple):
 
     @classmethod
     def of(cls, outputs: Sequence[RequestOutput]) -> "Rollout":
-        """Join the outputs of a request."""
+        """Concatenate the outputs of a request. Raises EqxDecodersError if the request failed."""
+        last = outputs[-1]
+        check(last.finish_reason != "error", f"sampling a completion failed: {last.error}", EqxDecodersError)
         tokens = [token for output in outputs for token in output.tokens]
-        scores = [score.logprob for output in outputs for score in output.scores]
+        log_probs = [score.logprob for output in outputs for score in output.scores]
         versions = [output.version for output in outputs for _ in output.tokens]
-        reason = outputs[-1].finish_reason or "length"
-        check(reason != "error", f"an answer has failed: {outputs[-1].error}", EqxDecodersError)
-        lists = np.asarray(tokens, np.int32), np.asarray(scores, np.float32), np.asarray(versions, np.int32)
-        return cls(*lists, reason, outputs[-1].experts)
+        return cls(
+            tokens=np.asarray(tokens, np.int32),
+            log_probs=np.asarray(log_probs, np.float32),
+            versions=np.asarray(versions, np.int32),
+            finish_reason=last.finish_reason or "length",
+            experts=last.experts,
+        )
 
 
 class RolloutGroup(NamedTuple):
-    """Answers to one prompt; `number`: which of the prompts it is."""
+    """Completions of one prompt; `number`: index of the prompt."""
 
     number: int
     prompt: tuple[int, ...]
@@ -54,16 +59,16 @@ class RolloutGroup(NamedTuple):
 
 @runtime_checkable
 class RequestEngine(Protocol):
-    """What answers are drawn by: an `Engine`, with its `EngineConfig`."""
+    """Interface of an `Engine` that samples completions; `config` is its `EngineConfig`."""
 
     config: Any
 
     def submit(self, request: Request) -> int:
-        """Queue a request, and return the id that its outputs have. Raises QueueFull."""
+        """Queue a request and return the id of its outputs. Raises QueueFull."""
         ...
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step, and return its outputs."""
+        """Run one step and return its outputs."""
         ...
 
 
@@ -78,72 +83,81 @@ def rollout(
     seed: int | str = 0,
     ids: Sequence[int | str] | None = None,
 ) -> Iterator[RolloutGroup]:
-    """Yield `samples` answers to each prompt, in the order in which groups are complete.
+    """Sample completions for each prompt and yield their groups in the order in which they complete.
 
-    An answer depends on the weights, its prompt and its seed alone, which is a hash of `seed`, the prompt's id and the
-    number of the sample: never on what else the engine computes (with `EngineConfig.batch_invariant`, to the last bit).
-    No filter cuts the distribution, so that log-probabilities are those of a trainer at the same temperature.
+    A completion depends only on the weights, its prompt and its seed, which is a hash of `seed`, the id of the prompt
+    and the index of the sample. It does not depend on other requests of the engine (with
+    `EngineConfig.batch_invariant`, bit for bit). There is no top-k or top-p filter, so that log-probs equal the
+    trainer's at the same temperature.
 
     **Arguments:**
 
-    - `engine`: without open requests.
-    - `max_new_tokens`: of each answer; fewer where the engine's `max_length` leaves fewer.
-    - `temperature`: of the draws; 0: the most likely tokens, with the model's own log-probabilities.
-    - `stop_ids`: an answer ends with one of these.
-    - `seed`: of this call, such as "run/step".
-    - `ids`: names of the prompts; None: their numbers.
+    - `engine`: an engine without open requests.
+    - `samples`: number of completions for each prompt.
+    - `max_new_tokens`: maximum length of a completion. The engine's `max_length` may leave room for fewer tokens.
+    - `temperature`: sampling temperature. 0: greedy, with log-probs of the model itself.
+    - `stop_ids`: end tokens.
+    - `seed`: seed of this call, such as "run/step".
+    - `ids`: ids of the prompts. None: their indices.
 
-    Raises ConfigError for a prompt without room for an answer.
+    Raises ConfigError for a prompt without room for a completion.
     """
     check_integer("samples", samples)
-    names, limit = (range(len(prompts)) if ids is None else ids), engine.config.max_length
+    max_length = engine.config.max_length
     waiting = collections.deque[tuple[int, int, Request]]()
-    for index, (prompt, name) in enumerate(zip(prompts, names, strict=True)):
-        rule = f"leaves no room for an answer: the engine has max_length={limit}"
-        check(0 < len(prompt) < limit, f"prompt {index} of {len(prompt)} tokens {rule}.")
+    for index, (prompt, name) in enumerate(zip(prompts, range(len(prompts)) if ids is None else ids, strict=True)):
+        check(
+            0 < len(prompt) < max_length,
+            f"prompt {index} has {len(prompt)} tokens: it must have at least 1, and fewer than the engine's "
+            f"max_length={max_length}.",
+        )
         for sample in range(samples):
-            sampling = SamplingParams(temperature=temperature, seed=answer_seed(seed, name, sample))
-            options = dict(max_new_tokens=min(max_new_tokens, limit - len(prompt)), stop_ids=tuple(stop_ids))
-            waiting.append((index, sample, scored_request(prompt, sampling, **options)))
+            request = request_with_log_probs(
+                prompt,
+                SamplingParams(temperature=temperature, seed=sample_seed(seed, name, sample)),
+                max_new_tokens=min(max_new_tokens, max_length - len(prompt)),
+                stop_ids=tuple(stop_ids),
+            )
+            waiting.append((index, sample, request))
     yield from _groups(engine, waiting, samples)
 
 
-def scored_request(prompt: Sequence[int], sampling: SamplingParams, **options: Any) -> Request:
-    """Return a request for an answer with log-probabilities: of the draws, or at temperature 0 the model's own."""
-    scored = "draws" if sampling.temperature > 0 else "model"
-    return Request(prompt=tuple(prompt), sampling=sampling, logprobs=0, logprobs_of=scored, **options)
+def request_with_log_probs(prompt: Sequence[int], sampling: SamplingParams, **options: Any) -> Request:
+    """Return a request with the log-probs of sampled tokens; at temperature 0, with the model's own log-probs."""
+    distribution = "draws" if sampling.temperature > 0 else "model"
+    return Request(prompt=tuple(prompt), sampling=sampling, logprobs=0, logprobs_of=distribution, **options)
 
 
 def _groups(
     engine: RequestEngine, waiting: "collections.deque[tuple[int, int, Request]]", samples: int
 ) -> Iterator[RolloutGroup]:
-    """Yield the answers to requests by the numbers of their prompts, as soon as a prompt has all."""
+    """Yield the group of each prompt as soon as all of its requests have completed."""
     outputs: dict[int, list[RequestOutput]] = {}
     running: dict[int, tuple[int, int, Request]] = {}
-    done: dict[int, dict[int, Rollout]] = collections.defaultdict(dict)
+    completed: dict[int, dict[int, Rollout]] = collections.defaultdict(dict)
     while waiting or running:
-        while waiting and (number := submitted(engine, waiting[0][2])) is not None:
-            running[number], outputs[number] = waiting.popleft(), []
+        while waiting and (request_id := try_submit(engine, waiting[0][2])) is not None:
+            running[request_id], outputs[request_id] = waiting.popleft(), []
         for output in engine.step():
             outputs[output.request_id].append(output)
             if output.finish_reason is None:
                 continue
             index, sample, request = running.pop(output.request_id)
-            done[index][sample] = Rollout.of(outputs.pop(output.request_id))
-            if len(done[index]) == samples:
-                answers = done.pop(index)
-                yield RolloutGroup(index, request.prompt, tuple(answers[each] for each in range(samples)))
+            completed[index][sample] = Rollout.of(outputs.pop(output.request_id))
+            if len(completed[index]) == samples:
+                rollouts = completed.pop(index)
+                yield RolloutGroup(index, request.prompt, tuple(rollouts[number] for number in range(samples)))
 
 
-def submitted(engine: RequestEngine, request: Request) -> int | None:
-    """Return the id of a request; None while the queue is full."""
+def try_submit(engine: RequestEngine, request: Request) -> int | None:
+    """Submit a request and return its id; None if the queue is full."""
     try:
         return engine.submit(request)
     except QueueFull:
         return None
 
 
-def answer_seed(seed: int | str, name: int | str, sample: int) -> int:
-    """Return the seed of an answer's draws: 64 bits of a hash of the call, the prompt and the sample."""
+def sample_seed(seed: int | str, name: int | str, sample: int) -> int:
+    """Return the seed of a completion: 64 bits of a hash of the call's seed, the prompt's id and the sample's index."""
     digest = hashlib.blake2b(f"{seed}/{name}/{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

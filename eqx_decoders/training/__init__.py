@@ -21,7 +21,7 @@ Fine-tune
 Align, reward, distil
     `Signals` are what an objective reads beside the tokens of a `Batch`; `PairObjective` (`PairLoss`), `KTOObjective`
     (`KTOLoss`), `PolicyObjective` (`PolicyLoss`, `Correction`), `ValueObjective`, `RewardObjective` and
-    `DistillObjective` are losses of a `Trainer`. `reward_scores`, `values_behind`, `top_tokens`, `token_log_probs`,
+    `DistillObjective` are losses of a `Trainer`. `reward_scores`, `token_values`, `top_tokens`, `token_log_probs`,
     `linear_log_probs`, `linear_divergence` and `top_divergence` (`Divergence`, `HeadForm`, `HeadWeights`) compute what
     they are made of, `token_weights`, `group_advantages`, `generalized_advantages` and `whiten` what signals hold.
 
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from eqx_decoders.training.objectives.advantages import (
         generalized_advantages as generalized_advantages,
         group_advantages as group_advantages,
+        token_weights as token_weights,
         whiten as whiten,
     )
     from eqx_decoders.training.objectives.distillation import (
@@ -85,13 +86,13 @@ if TYPE_CHECKING:
     )
     from eqx_decoders.training.objectives.policy_loss import Correction as Correction, PolicyLoss as PolicyLoss
     from eqx_decoders.training.objectives.preference_loss import KTOLoss as KTOLoss, PairLoss as PairLoss
-    from eqx_decoders.training.objectives.reward_scores import (
+    from eqx_decoders.training.objectives.scores import (
         RewardObjective as RewardObjective,
+        ValueObjective as ValueObjective,
         reward_scores as reward_scores,
+        token_values as token_values,
     )
     from eqx_decoders.training.objectives.token_log_probs import token_log_probs as token_log_probs
-    from eqx_decoders.training.objectives.token_weights import token_weights as token_weights
-    from eqx_decoders.training.objectives.values import ValueObjective as ValueObjective, values_behind as values_behind
     from eqx_decoders.training.optimizer.optimizer import (
         OptimizerConfig as OptimizerConfig,
         make_optimizer as make_optimizer,
@@ -125,15 +126,13 @@ __getattr__, __all__, __dir__ = lazy(
         "training.head.head_tiles": "HeadForm",
         "training.head.log_probs": "linear_log_probs",
         "training.head.vocab_parallel": "HeadWeights",
-        "training.objectives.advantages": "generalized_advantages group_advantages whiten",
+        "training.objectives.advantages": "generalized_advantages group_advantages token_weights whiten",
         "training.objectives.distillation": "DistillObjective top_tokens",
         "training.objectives.objectives": "KTOObjective PairObjective PolicyObjective",
         "training.objectives.policy_loss": "Correction PolicyLoss",
         "training.objectives.preference_loss": "KTOLoss PairLoss",
-        "training.objectives.reward_scores": "RewardObjective reward_scores",
+        "training.objectives.scores": "RewardObjective ValueObjective reward_scores token_values",
         "training.objectives.token_log_probs": "token_log_probs",
-        "training.objectives.token_weights": "token_weights",
-        "training.objectives.values": "ValueObjective values_behind",
         "training.step.loss_metrics": "LossMetrics",
         "training.optimizer.optimizer": "OptimizerConfig make_optimizer make_schedule",
         "data.host_rows": "host_rows place",

@@ -12,8 +12,7 @@ from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRASettings
 from eqx_decoders.training.methods.distill_config import DistillConfig
 from eqx_decoders.training.methods.method_kinds import check_groups, check_method
-from eqx_decoders.training.methods.preference_config import PreferenceConfig
-from eqx_decoders.training.methods.reward_config import RewardConfig
+from eqx_decoders.training.methods.preference_config import PreferenceConfig, RewardConfig
 from eqx_decoders.training.methods.rl_config import RLConfig
 from eqx_decoders.training.objectives.preference_loss import KTOLoss
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, make_schedule

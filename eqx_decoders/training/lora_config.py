@@ -96,7 +96,8 @@ class LoRASettings(CheckedFields):
     def config(self) -> LoRAConfig | None:
         """Return the configuration of the adapters, which are in float32; None for a run without adapters."""
         if self.rank is not None:
-            return LoRAConfig(**(vars(self) | {"rank": self.rank}), dtype="float32")
+            options: dict[str, Any] = vars(self)
+            return LoRAConfig(**options, dtype="float32")
         for name in ("rank_pattern", "alpha_pattern", "rank_stabilized", "dora", "init"):
             value = getattr(self, name)
             if value != getattr(LoRAConfig, name):

@@ -1,4 +1,4 @@
-"""Settings of the devices that draw answers, and of how the model is split over them."""
+"""Settings of the sampler of reinforcement learning: its devices, and the layout of the model on them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from eqx_decoders.sharding.layout import Layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplerConfig(CheckedFields):
-    """Devices that draw answers. Without any of these settings it is those that train, on the same arrays."""
+    """Devices and layout of the sampler. By default it uses the devices and arrays of the trainer."""
 
     checked_name = "sampler."
     devices: NonNegativeInt = 0
@@ -34,11 +34,11 @@ class SamplerConfig(CheckedFields):
 
     @property
     def is_separate(self) -> bool:
-        """Whether the model that draws is split another way than the one that is trained."""
+        """Whether the sampler has another layout than the trainer."""
         return dataclasses.replace(self, compute_dtype=True) != SamplerConfig()
 
     def layout(self, devices: Sequence[Any], model: Any) -> Layout:
-        """Return the layout of a model (of arrays or shapes) that draws on these devices. Raises ConfigError."""
+        """Return the layout of the sampler's model (arrays or shapes) on these devices. Raises ConfigError."""
         data = -1 if self.data is None else self.data
         try:
             layout = Layout.create(devices=devices, data=data, fsdp=self.fsdp, tensor=self.tensor, expert=self.expert)
@@ -49,9 +49,15 @@ class SamplerConfig(CheckedFields):
 
 
 def split_devices(count: int) -> tuple[list[Any], list[Any]]:
-    """Return the devices that train, and the last `count`, which draw answers. Raises ConfigError."""
+    """Return the devices of the trainer, and the last `count` devices for the sampler. Raises ConfigError."""
     devices, processes = jax.devices(), jax.process_count()
-    check(count < len(devices), f"sampler.devices={count} of {len(devices)} devices leave none to train: give fewer.")
-    rule = f"sampler.devices={count}: a run whose devices are divided has one process, not {processes}"
-    check(processes == 1, f"{rule}. Leave it out: then all devices draw and train in turn.")
+    check(
+        count < len(devices),
+        f"sampler.devices={count} must leave at least one of the {len(devices)} devices for training.",
+    )
+    check(
+        processes == 1,
+        f"sampler.devices={count} supports one process, not {processes}: leave it out, so that all devices alternate "
+        "between sampling and training.",
+    )
     return devices[: len(devices) - count], devices[len(devices) - count :]

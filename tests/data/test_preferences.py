@@ -59,8 +59,8 @@ def batches_of(examples, rows: int, /, **options) -> PreferenceBatches:
 def answers_of(batch) -> dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...], float, float]]:
     """The prompt, answer, label and weight by row and number, after checks of what must hold in any batch."""
     signals, answers = batch.signals, {}
-    assert batch.contiguous and batch.loss_mask.tolist() == (signals.answers > 0).tolist()
-    for row, numbers in enumerate(signals.answers):
+    assert batch.contiguous and batch.loss_mask.tolist() == (signals.completion_ids > 0).tolist()
+    for row, numbers in enumerate(signals.completion_ids):
         segments = batch.segment_ids[row]
         for segment in range(1, segments.max() + 1):
             here = np.flatnonzero(segments == segment)
@@ -71,7 +71,7 @@ def answers_of(batch) -> dict[tuple[int, int], tuple[tuple[int, ...], tuple[int,
             prompt, answer = (tuple(batch.tokens[row][here[keep]].tolist()) for keep in (~target, target))
             (weight,) = set(signals.policy[row][here][target].tolist())
             (label,) = {0.0} if labels is None else set(labels[target].tolist())
-            assert (row, number) not in answers and 0 < number <= signals.most_answers and target[-1]
+            assert (row, number) not in answers and 0 < number <= signals.max_completions and target[-1]
             assert not signals.policy[row][here][~target].any() and not target[0]
             answers[row, number] = prompt, answer, label, weight
         padding = segments == 0
@@ -299,7 +299,8 @@ def test_a_resumed_iterator_is_exact(kind, tmp_path):
             whole = getattr(one, name)
             assert (whole == getattr(other, name)).all()
             assert (whole[[0, 2]] == getattr(first, name)).all() and (whole[[1]] == getattr(second, name)).all()
-        for name in ("policy", "answers") if kind is pair_of else ("policy", "answers", "advantages", "divergence"):
+        names = ("policy", "completion_ids", *(() if kind is pair_of else ("advantages", "divergence")))
+        for name in names:
             whole = getattr(one.signals, name)
             assert (whole == getattr(other.signals, name)).all()
             assert (whole[[0, 2]] == getattr(first.signals, name)).all()
@@ -321,13 +322,13 @@ def test_labelled_answers_come_with_answers_to_other_prompts(count, tmp_path):
     other = [answer for (_, number), answer in answers.items() if number > most]
     singles = [(example.answers[0], example.label) for example in examples.examples]
     labels = {(tuple(one.prompt), tuple(one.tokens[one.start :])): label for one, label in singles}
-    assert len(own) == len(other) == count and batch.signals.most_answers == 2 * most
+    assert len(own) == len(other) == count and batch.signals.max_completions == 2 * most
     assert {answer[:2]: answer[2] for answer in own} == labels
     assert {answer[3] for answer in own} == {np.float32(1 / count)} and {answer[2:] for answer in other} == {(0.0, 0.0)}
     assert {answer[0] for answer in other} == {answer[0] for answer in own}
     assert sorted(answer[1] for answer in other) == sorted(answer[1] for answer in own)
     assert not {answer[:2] for answer in other} & set(labels)
-    shares, others = batch.signals.divergence, batch.signals.answers > most
+    shares, others = batch.signals.divergence, batch.signals.completion_ids > most
     assert set(shares[others].tolist()) == {np.float32(1 / count)} and not shares[~others].any()
 
 
@@ -351,5 +352,5 @@ def test_an_answer_to_the_same_prompt_or_too_long_is_no_counterpart(tmp_path):
         path = write(tmp_path / "a.jsonl", *records)
         (batch,) = batches_of(read_labelled_answers(path, BYTES, seq_len=16), 4, split="held_out")
         assert len(answers_of(batch)) == len(records) + others
-        counterparts = batch.signals.answers > 16
+        counterparts = batch.signals.completion_ids > 16
         assert (batch.signals.divergence == counterparts).all() and counterparts.any() == (others > 0)

@@ -87,10 +87,10 @@ def test_functions_with_other_arguments_are_refused(tmp_path):
         ("one", "(completion, answer)"),
         ("three", "(a, b, c)"),
     ):
-        with refused(ConfigError, f"{name}{signature}", f"{name}(prompt, answer)"):
-            FunctionWorkers(f"{tmp_path}/of_trl.py:{name}", arguments=("prompt", "answer"))
+        with refused(ConfigError, f"{name}{signature}", f"{name}(prompt, completion)"):
+            FunctionWorkers(f"{tmp_path}/of_trl.py:{name}", arguments=("prompt", "completion"))
     for name, value in (("right", 1), ("mine", 2)):
-        with FunctionWorkers(f"{tmp_path}/of_trl.py:{name}", workers=1, arguments=("prompt", "answer")) as workers:
+        with FunctionWorkers(f"{tmp_path}/of_trl.py:{name}", workers=1, arguments=("prompt", "completion")) as workers:
             assert workers.map([({}, "x")])[0].value == value
 
 

@@ -1,4 +1,4 @@
-"""Runs with an environment: each turn is drawn by the weights that learn from it, and found again after a kill."""
+"""Runs with an environment: each turn is sampled by the weights that learn from it, and found again after a kill."""
 
 import json
 import re
@@ -14,16 +14,16 @@ from eqx_decoders.data.prompt_batches import Prompt
 from eqx_decoders.io.huggingface.load import load_hf
 from eqx_decoders.io.text.chat_template import load_chat_template
 from eqx_decoders.io.text.tokenizer import load_tokenizer
-from eqx_decoders.rl.answer_batch import AnswerNumbers, pack_answers
-from eqx_decoders.rl.episodes import EpisodeAnswerer
-from eqx_decoders.rl.sampler_engine import SamplerEngine
+from eqx_decoders.rl.environments import EpisodeSampler
+from eqx_decoders.rl.packing import StepAdvantages, pack_completions
+from eqx_decoders.rl.rollouts import SamplerEngine
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.training.methods.rl_config import RLConfig
 from eqx_decoders.training.objectives.token_log_probs import token_log_probs
 from tests.commands import steps_of
 from tests.errors import assert_names
-from tests.rl.test_rl_run import BASE, answers_of, figures, train
+from tests.rl.test_run import BASE, completions_of, figures, train
 
 
 GAMES = """
@@ -35,16 +35,16 @@ class Guess:
         self.task, self.number = task, random.Random(seed).randrange(task["number"] + 2)
         return [{"role": "user", "content": f"a number below {task['number'] + 2}"}]
 
-    def step(self, answer):
+    def step(self, completion):
         if self.task["number"] == self.task.get("hangs"):
             time.sleep(60)
-        text = answer["text"]
+        text = completion["text"]
         if str(self.number) in text:
             return {"reward": {"found": 1.0}, "done": True}
         return {"messages": [{"role": "user", "content": "no"}], "reward": {"short": -0.01 * len(text)}}
 
 class Wrong(Guess):
-    def step(self, answer):
+    def step(self, completion):
         return {"messages": "no"}
 
 class Nothing:
@@ -79,7 +79,7 @@ def add(a: int, b: int) -> int:
     """
     return a + b
 
-Sums = ToolEnvironment.of([add], lambda task, answer: len(set(answer)) / 20)
+Sums = ToolEnvironment.of([add], lambda task, completion: len(set(completion)) / 20)
 '''
 
 
@@ -101,16 +101,16 @@ def test_an_on_policy_run_on_episodes_resumes_exactly(folder):
     held_out = folder / "prompts.jsonl"
     _, err = play(folder, "whole", held_out=held_out)
     assert_names(err, "10 tasks")
-    assert re.search(r"step 0\b.*reward_greedy", err) and "forked_rows" not in err
+    assert re.search(r"step 0\b.*reward_greedy", err) and "forked_segments" not in err
     rows = steps_of(folder / "whole")
     assert len(rows) == 4 and max(row["turns"] for row in rows) > 1
     for row in rows:
         assert row["ratio"] == 1.0 and row["log_prob_gap"] <= 1e-5 and abs(row["importance"] - 1) < 1e-4
         assert row["reward_failures"] == 0 and row["grad_norm"] > 0 and row["ended_done"] + row["ended_turns"] == 1
     for step in range(1, 5):
-        for answer in answers_of(folder, "whole", step).answers:
-            assert sum(part.drawn.sum() for part in answer.parts) == answer.length > 0
-            assert all(np.all(part.rollout.log_probs[part.drawn] < 0) for part in answer.parts)
+        for completion in completions_of(folder, "whole", step).completions:
+            assert sum(part.sampled.sum() for part in completion.segments) == completion.num_tokens > 0
+            assert all(np.all(part.rollout.log_probs[part.sampled] < 0) for part in completion.segments)
     shutil.copytree(folder / "whole", folder / "killed")
     (newest,) = (each for each in (folder / "killed" / "checkpoints").iterdir() if each.name.endswith("4"))
     shutil.rmtree(newest)
@@ -139,21 +139,25 @@ def test_each_token_is_scored_as_it_was_drawn(folder):
     model, tokenizer, template = load_hf(BASE, dtype="float32"), load_tokenizer(BASE), load_chat_template(BASE)
     config = RLConfig(environment=f"{folder / 'rewards.py'}:Guess", max_turns=4, max_new_tokens=5, temperature=0.8)
     engine_config = EngineConfig(max_batch_size=3, max_length=100, prefill_chunk=16, token_budget=32)
-    answerer = EpisodeAnswerer(
-        config, tokenizer, template, limit=100, stop_ids=(257,), engine=SamplerEngine(Engine, engine_config)
+    sampler = EpisodeSampler(
+        config, tokenizer, template, max_tokens=100, stop_ids=(257,), engine=SamplerEngine(Engine, engine_config)
     )
-    answerer.engine.load(model, version=0)
+    sampler.engine.load(model, version=0)
     tasks = [Prompt(number, (), {"number": 10 + number}) for number in range(3)]
-    groups = answerer.answer(tasks, samples=2, temperature=0.8, seed="1")
-    answerer.close()
-    answers = [answer for group in groups for answer in group]
-    nothing = np.zeros(len(answers))
-    packed = pack_answers(answers, AnswerNumbers(nothing, nothing), choices=[4], seq_len=256, answers_per_row=8)
+    groups = sampler.sample(tasks, samples=2, temperature=0.8, seed="1")
+    sampler.close()
+    completions = [completion for group in groups for completion in group]
+    nothing = np.zeros(len(completions))
+    packed = pack_completions(
+        completions, StepAdvantages(nothing, nothing), row_counts=[4], seq_len=256, completions_per_row=8
+    )
     batch: Any = jax.tree.map(jnp.asarray, packed.batch)
     log_probs = np.asarray(token_log_probs(model, batch, temperature=0.8))
-    drawn = np.asarray(batch.signals.answers) > 0
-    assert sum(answer.episode.turns > 2 for answer in answers if answer.episode) > 2 and drawn.sum() > 60
-    assert np.abs(log_probs - batch.signals.sampler)[drawn].max() <= 1e-5
+    sampled = np.asarray(batch.signals.completion_ids) > 0
+    assert (
+        sum(completion.episode.turns > 2 for completion in completions if completion.episode) > 2 and sampled.sum() > 60
+    )
+    assert np.abs(log_probs - batch.signals.sampler)[sampled].max() <= 1e-5
 
 
 @pytest.mark.slow
@@ -176,7 +180,7 @@ def test_settings_and_failures(folder):
     more = ["--rl.strict-prefix", "--rl.aggregation", "constant"]
     play(folder, "strict", *more, steps=2, rl__episode_tokens=48, rl__kl=0.1, rl__kl_in="reward", batch_size=6)
     rows = steps_of(folder / "strict")
-    assert all(row["log_prob_gap"] <= 1e-5 and row["forked_rows"] == 0 for row in rows)
+    assert all(row["log_prob_gap"] <= 1e-5 and row["forked_segments"] == 0 for row in rows)
     (folder / "hangs.jsonl").write_text("\n".join(json.dumps({"number": n, "hangs": 1}) for n in range(3)))
     _, err = play(folder, "hangs", data=folder / "hangs.jsonl", steps=1, rl__reward_seconds=0.3)
     (row,) = steps_of(folder / "hangs")
@@ -192,7 +196,7 @@ def test_settings_and_failures(folder):
         pytest.param("Nothing", {}, ["--rl.environment='", ":Nothing'", "step"], id="no-step"),
         pytest.param("Guess", {"rl__episode_tokens": 97}, ["--rl.episode-tokens=97", "--seq-len=96"], id="tokens"),
         pytest.param("Guess", {"batch_size": 6}, ["96", "--batch-size=12", "6"], id="batch-size"),
-        pytest.param("Guess", {"rl__max_turns": 17}, ["--rl.answers-per-row=16", "17"], id="max-turns"),
+        pytest.param("Guess", {"rl__max_turns": 17}, ["--rl.completions-per-row=16", "17"], id="max-turns"),
     ],
 )
 def test_bad_settings_are_refused(folder, game, changes, names):

@@ -14,7 +14,7 @@ from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.model.init import add_score_head
 from eqx_decoders.training.objectives.objectives import PolicyObjective
 from eqx_decoders.training.objectives.policy_loss import PolicyLoss
-from eqx_decoders.training.objectives.values import ValueObjective, values_behind
+from eqx_decoders.training.objectives.scores import ValueObjective, token_values
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.critic import Critic
 from eqx_decoders.training.step.step import Trainer
@@ -25,12 +25,12 @@ VOCAB, KL, TEMPERATURE = 6, 0.5, 0.8
 REWARDS = np.asarray([0.0, 1.0, 0.3, -0.5, 0.8, 0.1])
 
 
-TOKENS = np.stack([[1, 2, answer] for answer in range(VOCAB)])
+TOKENS = np.stack([[1, 2, completion] for completion in range(VOCAB)])
 DRAWN = np.tile([False, False, True], (VOCAB, 1))
 
 
 def spread(values):
-    """Numbers of answers at the token that was drawn."""
+    """Numbers of completions at the token that was sampled."""
     return np.where(DRAWN, np.asarray(values, np.float32)[:, None], 0).astype(np.float32)
 
 
@@ -53,7 +53,7 @@ OPTIMIZER = OptimizerConfig(learning_rate=2e-2, schedule="constant", warmup_step
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["loss", "reward"])
 def test_the_optimum_is_reached(model, where):
-    """Every answer is in the batch, with its probability as its weight: steps have the expected gradient."""
+    """Every completion is in the batch, with its probability as its weight: steps have the expected gradient."""
     reference = policy(model)
     best = reference * np.exp(REWARDS / KL)
     best /= best.sum()
@@ -64,7 +64,9 @@ def test_the_optimum_is_reached(model, where):
     for _ in range(200):
         now = policy(state.model)
         gain = REWARDS - (KL * np.log(now / reference) if where == "reward" else 0)
-        signals = Signals(policy=spread(now), advantages=spread(gain - now @ gain), answers=DRAWN.astype(np.int32))
+        signals = Signals(
+            policy=spread(now), advantages=spread(gain - now @ gain), completion_ids=DRAWN.astype(np.int32)
+        )
         if where == "loss":
             more = dict(divergence=spread(KL * now), reference=spread(np.log(reference)))
             signals = dataclasses.replace(signals, **more)
@@ -93,11 +95,11 @@ def test_with_a_critic(model):
         now = policy(state.model)
         assert (step > 20) or np.array_equal(now, reference)
         assert state.critic is not None
-        expected = float(values_behind(state.critic.model, Batch(tokens=TOKENS[:1]))[0, 1])
+        expected = float(token_values(state.critic.model, Batch(tokens=TOKENS[:1]))[0, 1])
         rewards = REWARDS - KL * np.log(now / reference)
         numbers = dict(policy=now, advantages=rewards - expected, values=np.full(VOCAB, expected), returns=rewards)
         signals: Any = {name: spread(each) for name, each in numbers.items()}
-        signals = Signals(answers=DRAWN.astype(np.int32), **signals)
+        signals = Signals(completion_ids=DRAWN.astype(np.int32), **signals)
         state, _ = critic.step(trainer, state, Batch(tokens=TOKENS, loss_mask=DRAWN, signals=signals))
     assert_allclose(policy(state.model), best / best.sum(), rtol=0.02, atol=2e-3)
     assert expected == pytest.approx(gain, abs=0.02)

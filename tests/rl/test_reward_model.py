@@ -1,4 +1,4 @@
-"""Scores of a reward model as rewards: those of each answer alone, in any packing, and never computed again."""
+"""Scores of a reward model as rewards: those of each completion alone, in any packing, and never computed again."""
 
 import math
 import shutil
@@ -16,24 +16,24 @@ from eqx_decoders.data.signals import Signals
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
 from eqx_decoders.model.init import add_score_head
-from eqx_decoders.rl.answer_batch import AnswerPacker
-from eqx_decoders.rl.drawn_answers import AnswerPart, Episode, JudgedAnswer
-from eqx_decoders.rl.reward_model import RewardModel, load_reward_model
+from eqx_decoders.rl.completions import Completion, Episode, Segment
+from eqx_decoders.rl.packing import CompletionPacker
+from eqx_decoders.rl.rewards import RewardModel, load_reward_model
 from eqx_decoders.serving.rollouts import Rollout
 from eqx_decoders.sharding.axes import named_leaves, replaced
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.methods.rl_config import RLConfig
-from eqx_decoders.training.objectives.reward_scores import reward_scores
+from eqx_decoders.training.objectives.scores import reward_scores
 from tests.commands import call, steps_of
 from tests.errors import assert_names, refused
 from tests.programs import compilations
-from tests.rl.test_rl_run import BASE, REWARDS, answers_of, figures, train
+from tests.rl.test_run import BASE, REWARDS, completions_of, figures, train
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Prompts, rewards, and a model with a new head of scores."""
-    folder = tmp_path_factory.mktemp("scored")
+    folder = tmp_path_factory.mktemp("add_scores")
     (folder / "rewards.py").write_text(REWARDS)
     rows = [f'{{"prompt": "the cat {number}", "number": {number}}}' for number in range(6)]
     (folder / "prompts.jsonl").write_text("\n".join(rows))
@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 def reward_model(folder, **settings):
     rl = RLConfig(prompts=2, samples=2, max_new_tokens=8, reward_model=str(folder / "judge"), **settings)
     execution = TrainConfig().execution(jax.devices()[:1])
-    packer = AnswerPacker(execution.layout, choices=[1, 2, 4], seq_len=32, answers_per_row=16)
+    packer = CompletionPacker(execution.layout, row_counts=[1, 2, 4], seq_len=32, completions_per_row=16)
     return RewardModel(rl, load_tokenizer(BASE), execution, packer)
 
 
@@ -53,42 +53,44 @@ def rollout(*tokens, reason: Any = "stop"):
     return Rollout(ids, np.full(len(ids), -1, np.float32), np.zeros(len(ids), np.int32), reason)
 
 
-def answer(context, drawn, reward=0.0, **more):
+def completion(context, sampled, reward=0.0, **more):
     columns = {} if math.isnan(reward) else {"reward": reward}
-    return JudgedAnswer(Prompt(0, tuple(context), {}), drawn, "", reward, columns, **more)
+    return Completion(Prompt(0, tuple(context), {}), sampled, "", reward, columns, **more)
 
 
 def test_scores_do_not_depend_on_packing(folder):
-    """Completed and truncated answers, and an episode, which is scored at its last sampled token."""
+    """Completed and truncated completions, and an episode, which is scored at its last sampled token."""
     scorer = reward_model(folder, reward_weights=("reward_model=0.5",))
     forked = (
-        AnswerPart((40, 41), rollout(42, 43), np.array([True, True])),
-        AnswerPart((50, 51, 52), rollout(60, 61, 62, 63), np.array([True, False, True, False])),
+        Segment((40, 41), rollout(42, 43), np.array([True, True])),
+        Segment((50, 51, 52), rollout(60, 61, 62, 63), np.array([True, False, True, False])),
     )
     episode = Episode(forked, turns=3, end="done")
     groups = [
-        [answer([30, 31, 32], rollout(33, 34, 257)), answer([30, 31, 32], rollout(35, reason="length"))],
-        [answer([40, 41], forked[0].rollout, episode=episode), answer([7] * 20, rollout(1, 2, 3))],
-        [answer([9], rollout(257)), answer([9], rollout(8, 257), math.nan)],  # more than a batch holds
+        [completion([30, 31, 32], rollout(33, 34, 257)), completion([30, 31, 32], rollout(35, reason="length"))],
+        [completion([40, 41], forked[0].rollout, episode=episode), completion([7] * 20, rollout(1, 2, 3))],
+        [completion([9], rollout(257)), completion([9], rollout(8, 257), math.nan)],  # more than a batch holds
     ]
-    scores = scorer.scored(groups)
+    scores = scorer.add_scores(groups)
     read = [[30, 31, 32, 33, 34, 257], [30, 31, 32, 35], [50, 51, 52, 60, 61, 62], [*[7] * 20, 1, 2, 3], [9, 257]]
     for each, tokens in zip([one for group in scores for one in group], read, strict=False):
-        batch = Batch(tokens=np.array([tokens]), signals=Signals(answers=np.array([[0] * (len(tokens) - 1) + [1]])))
+        batch = Batch(
+            tokens=np.array([tokens]), signals=Signals(completion_ids=np.array([[0] * (len(tokens) - 1) + [1]]))
+        )
         want = float(reward_scores(scorer._model, batch)[0, 0])
-        assert each.columns == {"reward_model": pytest.approx(want, abs=1e-5)} and abs(want) > 1e-3
+        assert each.rewards == {"reward_model": pytest.approx(want, abs=1e-5)} and abs(want) > 1e-3
         assert each.reward == pytest.approx(0.5 * want, abs=1e-5) and each.error is None
     with compilations() as compiled:  # one program for all lengths
-        scorer.scored([[answer([3] * 9, rollout(4, 5)), answer([6], rollout(7, 8, 9, 10))]] * 2)
+        scorer.add_scores([[completion([3] * 9, rollout(4, 5)), completion([6], rollout(7, 8, 9, 10))]] * 2)
     assert not compiled
     nothing = scores[2][1]
-    assert math.isnan(nothing.reward) and not nothing.columns  # what could not be judged has no score either
+    assert math.isnan(nothing.reward) and not nothing.rewards  # what could not be judged has no score either
     scorer._model = replaced(scorer._model, {"head.kernel": named_leaves(scorer._model)["head.kernel"] * np.nan})
-    (broken, _), *_ = scorer.scored(groups[:1])
-    assert math.isnan(broken.reward) and broken.columns == {} and broken.error is not None
+    (broken, _), *_ = scorer.add_scores(groups[:1])
+    assert math.isnan(broken.reward) and broken.rewards == {} and broken.error is not None
     assert_names(broken.error, "rl.reward_model", "nan")
     with refused(DataError, "rl.reward", "'reward_model'"):
-        scorer.scored([[answer([1], rollout(2))._replace(columns={"reward_model": 1.0})]])
+        scorer.add_scores([[completion([1], rollout(2))._replace(rewards={"reward_model": 1.0})]])
 
 
 def test_models_without_scores_are_refused(folder):
@@ -101,7 +103,7 @@ def test_models_without_scores_are_refused(folder):
 
 @pytest.mark.slow
 def test_scores_are_not_computed_again(folder):
-    """They are saved with the answers of a killed run. Another reward model computes new scores."""
+    """They are saved with the completions of a killed run. Another reward model computes new scores."""
     more: Any = dict(rl__reward_model=folder / "judge", batch_size=6)
     train(folder, "whole", held_out=folder / "prompts.jsonl", **more)
     for row in steps_of(folder / "whole"):
@@ -109,12 +111,12 @@ def test_scores_are_not_computed_again(folder):
         assert row["reward"] == pytest.approx(parts, abs=1e-5) and row["reward_failures"] == 0
     shutil.copytree(folder / "whole", folder / "killed")
     shutil.rmtree(next(each for each in (folder / "killed" / "checkpoints").iterdir() if each.name.endswith("4")))
-    with mock.patch.object(RewardModel, "scored", side_effect=AssertionError("scores are computed again")):
+    with mock.patch.object(RewardModel, "add_scores", side_effect=AssertionError("scores are computed again")):
         train(folder, "killed", **more)
     assert figures(folder, "killed") == figures(folder, "whole")
     more |= {"reward": None, "steps": 1}
     train(folder, "alone", **more)
-    before = [each.columns for each in answers_of(folder, "alone", 1).answers]
+    before = [each.rewards for each in completions_of(folder, "alone", 1).completions]
     assert all({*columns} == {"reward_model"} for columns in before)
     pairs = folder / "pairs.jsonl"
     pairs.write_text('{"prompt": "the cat", "chosen": "sat", "rejected": "ate"}\n' * 4)
@@ -122,4 +124,6 @@ def test_scores_are_not_computed_again(folder):
     call("train", *words.split(), "--eval-every", 0, "--steps", 1, "--batch-size", 2)
     shutil.rmtree(folder / "alone" / "checkpoints")
     train(folder, "alone", **more | {"rl__reward_model": folder / "other"})
-    assert [each.columns for each in answers_of(folder, "alone", 1).answers] != before  # by the weights of a run
+    assert [
+        each.rewards for each in completions_of(folder, "alone", 1).completions
+    ] != before  # by the weights of a run

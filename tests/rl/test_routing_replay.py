@@ -1,4 +1,4 @@
-"""Experts of drawn tokens: in files, in rows, over the turns of an episode, and in runs."""
+"""Experts of sampled tokens: in files, in rows, over the turns of an episode, and in runs."""
 
 import json
 import shutil
@@ -13,13 +13,13 @@ from eqx_decoders.data.prompt_batches import Prompt
 from eqx_decoders.data.sources.data_files import zstd_module
 from eqx_decoders.io.huggingface.load import read_config
 from eqx_decoders.model.config_json import with_fields
-from eqx_decoders.rl.answer_batch import AnswerNumbers, pack_answers
-from eqx_decoders.rl.drawn_answers import AnswerFiles, JudgedAnswer, StepAnswers
-from eqx_decoders.rl.open_episode import OpenEpisode, ReadAnswer
+from eqx_decoders.rl.completions import Completion, CompletionFiles, StepCompletions
+from eqx_decoders.rl.environments import OpenEpisode, ParsedTurn
+from eqx_decoders.rl.packing import StepAdvantages, pack_completions
 from eqx_decoders.serving.rollouts import Rollout
 from tests.commands import ROOT, steps_of
 from tests.compare import assert_allclose, assert_array_equal
-from tests.rl.test_rl_run import BASE, answers_of, figures, folder, train  # noqa: F401
+from tests.rl.test_run import BASE, completions_of, figures, folder, train  # noqa: F401
 
 
 LAYERS, CHOICES = 2, 3
@@ -35,7 +35,7 @@ def experts_of(tokens, first=0):
 def answer_of(prompt, tokens, first=0):
     ids, zeros = np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.float32)
     rollout = Rollout(ids, zeros, ids * 0, "stop", experts_of(prompt + tokens, first))
-    return JudgedAnswer(Prompt(first, (7,) * prompt, {"prompt": ""}), rollout, "", 1.0)
+    return Completion(Prompt(first, (7,) * prompt, {"prompt": ""}), rollout, "", 1.0)
 
 
 @pytest.mark.parametrize("first", [0, 300])
@@ -43,45 +43,45 @@ def test_experts_are_saved_and_packed_with_their_tokens(tmp_path, first):
     """-1 for padding."""
     plain = answer_of(2, 2)
     plain = plain._replace(rollout=plain.rollout._replace(experts=None))
-    answers = [answer_of(3, 2, first), answer_of(1, 4), plain]
-    files = AnswerFiles(tmp_path)
-    files.write(1, "key", StepAnswers(answers, prompts=3))
+    completions = [answer_of(3, 2, first), answer_of(1, 4), plain]
+    files = CompletionFiles(tmp_path)
+    files.write(1, "key", StepCompletions(completions, num_prompts=3))
     found = files.read(1, "key")
-    assert found is not None and found.answers[2].rollout.experts is None
-    for one, other in zip(answers[:2], found.answers[:2], strict=True):
+    assert found is not None and found.completions[2].rollout.experts is None
+    for one, other in zip(completions[:2], found.completions[:2], strict=True):
         experts: Any = other.rollout.experts
         assert experts.dtype == np.int16
         assert_array_equal(one.rollout.experts, experts)
-    options: Any = dict(choices=[1], seq_len=20, answers_per_row=4)
-    signals: Any = pack_answers(found.answers, AnswerNumbers(np.ones(3), np.ones(3)), **options).batch.signals
+    options: Any = dict(row_counts=[1], seq_len=20, completions_per_row=4)
+    signals: Any = pack_completions(found.completions, StepAdvantages(np.ones(3), np.ones(3)), **options).batch.signals
     wanted = np.full((20, LAYERS, CHOICES), -1)
     wanted[:5], wanted[5:10] = experts_of(5, first), experts_of(5)
     assert_array_equal(signals.experts, wanted[None])
     assert signals.experts.dtype == np.int16
-    nothing: Any = pack_answers(answers[2:], AnswerNumbers(np.ones(1), np.ones(1)), **options).batch.signals
+    nothing: Any = pack_completions(completions[2:], StepAdvantages(np.ones(1), np.ones(1)), **options).batch.signals
     assert nothing.experts is None
 
 
 def test_a_turn_keeps_the_experts_of_its_sampling():
     """The next turn reads all tokens again, and adds the experts of tokens that were not read before."""
     episode = OpenEpisode(prompt=Prompt(0, (), {}), sample=0, seed=0, number=0)
-    episode.begin((1, 2, 3))
+    episode.start_segment((1, 2, 3))
     first, second = answer_of(3, 2).rollout, answer_of(7, 3, 100).rollout
-    silence, left = ReadAnswer({"message": {}}, {"role": "assistant", "content": ""}), dict(tokens_left=9, turns_left=9)
-    episode.say(first, silence, **left)
-    episode.hear([4, 5])
-    episode.say(second, silence, **left)
-    episode.hear([6])
-    (part,) = episode.judged({}).parts
+    silence, left = ParsedTurn({"message": {}}, {"role": "assistant", "content": ""}), dict(tokens_left=9, turns_left=9)
+    episode.add_completion(first, silence, **left)
+    episode.add_environment_tokens([4, 5])
+    episode.add_completion(second, silence, **left)
+    episode.add_environment_tokens([6])
+    (part,) = episode.completion({}).segments
     experts: Any = part.rollout.experts
     assert part.size == len(experts) == 11
     assert_array_equal(experts[:4], experts_of(5)[:4])
     assert_array_equal(experts[4:9], experts_of(10, 100)[4:9])
     assert (experts[9:] == -1).all()
     silent = OpenEpisode(prompt=Prompt(0, (), {}), sample=0, seed=0, number=0)
-    silent.begin((1,))
-    silent.say(Rollout(*first[:4]), silence, **left)
-    assert silent.judged({}).parts[0].rollout.experts is None
+    silent.start_segment((1,))
+    silent.add_completion(Rollout(*first[:4]), silence, **left)
+    assert silent.completion({}).segments[0].rollout.experts is None
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def sparse(tmp_path_factory):
 
 
 def _lines(path, step):
-    return zstd_module().decompress(AnswerFiles(path).path(step).read_bytes()).splitlines()
+    return zstd_module().decompress(CompletionFiles(path).path(step).read_bytes()).splitlines()
 
 
 def _elsewhere(rollout):
@@ -104,12 +104,12 @@ def _elsewhere(rollout):
 
 @pytest.mark.slow
 def test_runs_replay_the_experts_of_the_sampler(folder, sparse):  # noqa: F811
-    """On one device, on meshes and one step ahead. A killed run has the experts in its files of answers."""
+    """On one device, on meshes and one step ahead. A killed run has the experts in its files of completions."""
     more: Any = dict(init_from=sparse, steps=3, batch_size=8)
     train(folder, "plain-routing", **more)
     train(folder, "replayed", "--rl.routing-replay", **more)
-    found: Any = answers_of(folder, "replayed", 3).answers
-    assert all(each.rollout.experts.shape == (len(each.prompt.tokens) + each.length, 2, 2) for each in found)
+    found: Any = completions_of(folder, "replayed", 3).completions
+    assert all(each.rollout.experts.shape == (len(each.prompt.tokens) + each.num_tokens, 2, 2) for each in found)
     assert all(0 <= each.rollout.experts[:-1].min() <= each.rollout.experts.max() < 6 for each in found)
     assert all(row["log_prob_gap"] <= 1e-5 for row in steps_of(folder / "replayed"))
     assert_allclose(figures(folder, "replayed"), figures(folder, "plain-routing"), atol=1e-4)
@@ -118,10 +118,10 @@ def test_runs_replay_the_experts_of_the_sampler(folder, sparse):  # noqa: F811
     train(folder, "replayed", "--rl.routing-replay", **more)
     (folder / "rewards.py.closed").unlink()
     shutil.rmtree(folder / "replayed" / "checkpoints")  # other experts in the file: the trainer takes them
-    files, (key, *_) = AnswerFiles(folder / "replayed" / "rollouts"), _lines(folder / "replayed" / "rollouts", 1)
+    files, (key, *_) = CompletionFiles(folder / "replayed" / "rollouts"), _lines(folder / "replayed" / "rollouts", 1)
     changed: Any = files.read(1, json.loads(key)["key"])
-    moved = [each._replace(rollout=_elsewhere(each.rollout)) for each in changed.answers]
-    files.write(1, json.loads(key)["key"], changed._replace(answers=moved))
+    moved = [each._replace(rollout=_elsewhere(each.rollout)) for each in changed.completions]
+    files.write(1, json.loads(key)["key"], changed._replace(completions=moved))
     train(folder, "replayed", "--rl.routing-replay", **more)
     assert steps_of(folder / "replayed")[0]["log_prob_gap"] > 1e-3
     split = ("--rl.routing-replay", "--mesh.fsdp", 2, "--mesh.expert", 2)

@@ -1,4 +1,4 @@
-"""Samplers with another layout, or other devices, than those that train: the same answers, and runs that go on."""
+"""Samplers with another layout, or other devices, than those that train: the same completions, and runs that go on."""
 
 import dataclasses
 import json
@@ -23,8 +23,8 @@ from eqx_decoders.inference import unstack
 from eqx_decoders.io.huggingface.load import read_config
 from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.model.init import add_score_head
-from eqx_decoders.rl.drawn_answers import AnswerFiles
-from eqx_decoders.rl.sampler_engine import SamplerEngine
+from eqx_decoders.rl.completions import CompletionFiles
+from eqx_decoders.rl.rollouts import SamplerEngine
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.sharding.axes import axes, named_leaves
 from eqx_decoders.sharding.backend import backend_of
@@ -36,7 +36,7 @@ from tests.commands import ENVIRONMENT, ROOT, call, steps_of
 from tests.compare import assert_allclose
 from tests.errors import assert_names, refused
 from tests.programs import compilations
-from tests.rl.test_rl_run import BASE, answers_of, folder, train, words_of  # noqa: F401
+from tests.rl.test_run import BASE, completions_of, folder, train, words_of  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_copies_in_the_compute_dtype_are_cut_on_gpus(base, monkeypatch):
 
 
 @pytest.mark.slow
-def test_answers_of_another_layout_are_the_same(folder, base):  # noqa: F811
+def test_completions_of_another_layout_are_the_same(folder, base):  # noqa: F811
     """Training with fsdp and sampling with tensor: the same tokens and, up to rounding, log-probs; also resumed."""
     both: Any = dict(devices=4, batch_size=8, init_from=base)
     train(folder, "fsdp", "--mesh.fsdp", 4, steps=3, **both)
@@ -122,7 +122,7 @@ def test_answers_of_another_layout_are_the_same(folder, base):  # noqa: F811
     _, err = train(folder, "tensor", *more, steps=3, **both)
     assert_names(err, "4 devices", "data=2", "tensor=2")
     for step in (1, 2, 3):
-        one, other = (answers_of(folder, name, step).answers for name in ("fsdp", "tensor"))
+        one, other = (completions_of(folder, name, step).completions for name in ("fsdp", "tensor"))
         for mine, theirs in zip(one, other, strict=True):
             assert np.array_equal(mine.rollout.tokens, theirs.rollout.tokens)
             assert_allclose(mine.rollout.log_probs, theirs.rollout.log_probs, atol=2e-5)
@@ -170,12 +170,12 @@ NAMES = ("step", "loss", "reward", "log_prob_gap", "importance", "staleness", "s
 
 
 def end_of(path):
-    """The metrics, answers and weights of a run."""
+    """The metrics, completions and weights of a run."""
     figures = {row["step"]: [row[name] for name in NAMES] for row in rows_of(path)}
-    files = AnswerFiles(path / "rollouts")
+    files = CompletionFiles(path / "rollouts")
     lines = [zstd_module().decompress(files.path(step).read_bytes()).splitlines() for step in sorted(figures)]
-    answers = [[{**json.loads(line), "seconds": 0} for line in each] for each in lines]
-    return figures, answers, {name: np.asarray(leaf) for name, leaf in named_leaves(load_run(path)).items()}
+    completions = [[{**json.loads(line), "seconds": 0} for line in each] for each in lines]
+    return figures, completions, {name: np.asarray(leaf) for name, leaf in named_leaves(load_run(path)).items()}
 
 
 @pytest.mark.slow
@@ -184,7 +184,7 @@ def test_a_run_ahead_is_the_same_however_often_it_is_killed(folder, base):  # no
     process = start_ahead(folder, "ahead", base)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err[-2000:]
-    figures, answers, weights = end_of(folder / "ahead")
+    figures, completions, weights = end_of(folder / "ahead")
     assert [row[5] for row in figures.values()] == [row[6] for row in figures.values()] == [0.0, *[1.0] * 8]
     assert figures[1][3] <= 1e-5 < figures[2][3] and any(row[4] != 1.0 for row in figures.values())
     generator, path = random.Random(int(os.environ.get("FRESH_SEED", 0))), folder / "often"
@@ -200,7 +200,7 @@ def test_a_run_ahead_is_the_same_however_often_it_is_killed(folder, base):  # no
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err[-2000:]
     again, their_answers, their_weights = end_of(path)
-    assert again == figures and their_answers == answers
+    assert again == figures and their_answers == completions
     assert all(np.array_equal(leaf, their_weights[name]) for name, leaf in weights.items())
 
 
@@ -211,7 +211,7 @@ def test_devices_apart_draw_on_policy_without_staleness(folder, base):  # noqa: 
     train(folder, "do-both", "--mesh.fsdp", 2, **both)
     train(folder, "apart", "--mesh.fsdp", 2, "--sampler.devices", 6, "--sampler.tensor", 2, **both)
     for step in (1, 2):
-        one, other = (answers_of(folder, name, step).answers for name in ("do-both", "apart"))
+        one, other = (completions_of(folder, name, step).completions for name in ("do-both", "apart"))
         assert [each.rollout.tokens.tolist() for each in one] == [each.rollout.tokens.tolist() for each in other]
     assert all(row["staleness_max"] == 0 and row["log_prob_gap"] <= 1e-5 for row in steps_of(folder / "apart"))
 

@@ -9,10 +9,9 @@ import pytest
 from eqx_decoders.data.prompt_batches import Prompt
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.text.tokenizer import load_tokenizer, with_special_tokens_as_text
-from eqx_decoders.rl.environments import Environment, checked_beginning, checked_turn
-from eqx_decoders.rl.episodes import EpisodeAnswerer
+from eqx_decoders.rl.environments import Environment, EpisodeSampler, parse_reset_result, parse_step_result
 from eqx_decoders.rl.tools import ToolEnvironment, tool_schema
-from eqx_decoders.rl.turn_writer import takes_calls_as_text
+from eqx_decoders.rl.turns import accepts_tool_calls_in_text
 from eqx_decoders.serving.engine.request import RequestOutput
 from eqx_decoders.serving.engine.sampler import TokenScore
 from eqx_decoders.training.methods.rl_config import RLConfig
@@ -32,15 +31,15 @@ def add(a: int, b: int) -> int:
     """
     return a + b
 
-def exact(task, answer):
-    return {"right": float(answer.strip() == task["answer"])}
+def exact(task, completion):
+    return {"right": float(completion.strip() == task["answer"])}
 
 Sums = ToolEnvironment.of([add], exact)
 
 class Counter(ToolEnvironment):
     """Tools with state."""
 
-    def begin(self, task, seed):
+    def first_messages(self, task, seed):
         self.count = seed
         return [{"role": "user", "content": "count"}]
 
@@ -57,7 +56,7 @@ class Counter(ToolEnvironment):
     def tools(self):
         return (self.more,)
 
-    def reward(self, task, answer):
+    def reward(self, task, completion):
         return float(self.count)
 
 class Unjudged(ToolEnvironment):
@@ -168,7 +167,7 @@ def test_functions_without_a_schema_are_refused(function, names):
 
 
 def answer_with(*calls, text="", unread=(), turns=5):
-    """An answer with tool calls, as environments get it."""
+    """An completion with tool calls, as environments get it."""
     tool_calls = [
         {"type": "function", "id": str(number), "function": {"name": name, "arguments": arguments}}
         for number, (name, arguments) in enumerate(calls)
@@ -187,12 +186,12 @@ def test_calls_are_run_and_errors_are_returned():
         """
         raise KeyError("no")
 
-    environment = ToolEnvironment.of([weather, broken], lambda task, answer: float(answer == task["answer"]))()
+    environment = ToolEnvironment.of([weather, broken], lambda task, completion: float(completion == task["answer"]))()
     assert isinstance(environment, Environment)
-    start = checked_beginning(environment.reset({"prompt": "?", "answer": "yes"}, 0))
+    start = parse_reset_result(environment.reset({"prompt": "?", "answer": "yes"}, 0))
     assert [*start.messages] == [{"role": "user", "content": "?"}] and len(start.variables["tools"]) == 2
     calls = [("weather", {"city": "Ü"}), ("weather", {"town": 1}), ("broken", {"a": 1}), ("wether", {})]
-    turn = checked_turn(environment.step(answer_with(*calls, unread=["it is no JSON"])))
+    turn = parse_step_result(environment.step(answer_with(*calls, unread=["it is no JSON"])))
     texts = [str(each["content"]) for each in turn.messages]
     assert texts[0] == '{"Ü": 2.0}'
     names = (["TypeError: ", "'town'"], ["KeyError: 'no'"], ["'wether'", "weather, broken"], ["it is no JSON"])
@@ -200,22 +199,22 @@ def test_calls_are_run_and_errors_are_returned():
         assert_names(text, "Error: ", *expected)
     assert [each["tool_call_id"] for each in turn.messages] == ["0", "1", "2", "3", "9"] and not turn.done
     assert {each["role"] for each in turn.messages} == {"tool"} and turn.messages[0]["name"] == "weather"
-    assert turn.metrics == {"tool_calls": 4, "failed_calls": 3, "malformed_calls": 1} and turn.columns == {}
-    end = checked_turn(environment.step(answer_with(text="yes")))
-    assert end.done and end.columns == {"reward": 1.0} and not end.messages
-    limit = checked_turn(environment.step(answer_with(("weather", {"city": "a"}), text="no", turns=0)))
-    assert not limit.done and limit.columns == {"reward": 0.0} and limit.messages
+    assert turn.metrics == {"tool_calls": 4, "failed_calls": 3, "malformed_calls": 1} and turn.rewards == {}
+    end = parse_step_result(environment.step(answer_with(text="yes")))
+    assert end.done and end.rewards == {"reward": 1.0} and not end.messages
+    limit = parse_step_result(environment.step(answer_with(("weather", {"city": "a"}), text="no", turns=0)))
+    assert not limit.done and limit.rewards == {"reward": 0.0} and limit.messages
     with refused(ValueError, "messages", "prompt"):
         environment.reset({}, 0)
 
 
 class Script:
-    """Engine with the given answers, turn by turn."""
+    """Engine with the given completions, turn by turn."""
 
     config: Any = None
 
-    def __init__(self, tokenizer, answers):
-        self._tokenizer, self._answers, self._open, self.prompts = tokenizer, list(answers), [], []
+    def __init__(self, tokenizer, completions):
+        self._tokenizer, self._answers, self._open, self.prompts = tokenizer, list(completions), [], []
 
     def submit(self, request):
         self._open.append(request)
@@ -249,24 +248,24 @@ def file(tmp_path_factory):
     return path
 
 
-def play(file, tokenizer, name, answers, *, which="Sums", task=None, **settings: Any):
-    """Play an episode with a template, in which the model generates `answers`."""
+def play(file, tokenizer, name, completions, *, which="Sums", task=None, **settings: Any):
+    """Play an episode with a template, in which the model generates `completions`."""
     template = with_special_tokens_as_text(template_of(name), tokenizer)
     config = RLConfig(environment=f"{file}:{which}", reward_workers=1, **settings)
     stops = [
         each for each in range(tokenizer.vocab_size) if tokenizer.name_of(each) in ("<|im_end|>", "<|eot_id|>", "</s>")
     ]
-    engine = Script(tokenizer, answers)
-    answerer = EpisodeAnswerer(config, tokenizer, template, limit=3000, stop_ids=stops, engine=engine)
+    engine = Script(tokenizer, completions)
+    sampler = EpisodeSampler(config, tokenizer, template, max_tokens=3000, stop_ids=stops, engine=engine)
     prompt = Prompt(0, (), task or {"prompt": "2+3", "answer": "5"})
-    ((answer,),) = answerer.answer([prompt], samples=1, temperature=1.0, seed="1/1")
-    answerer.close()
-    assert answer.error is None
-    return answer, engine
+    ((completion,),) = sampler.sample([prompt], samples=1, temperature=1.0, seed="1/1")
+    sampler.close()
+    assert completion.error is None
+    return completion, engine
 
 
-def text_of(tokenizer, answer):
-    part = answer.parts[0]
+def text_of(tokenizer, completion):
+    part = completion.segments[0]
     return tokenizer.decode([*part.context, *part.rollout.tokens.tolist()], special=True)
 
 
@@ -288,44 +287,44 @@ RESULTS = {
 )
 def test_tool_results_follow_the_sampled_tokens(file, tokenizer, name, call, last):
     """Sampled tokens stay, also if the template would write the call with other whitespace."""
-    answer, engine = play(file, tokenizer, name, [call, last])
-    assert answer.reward == 1.0 and len(answer.parts) == 1 and answer.columns == {"right": 1.0}
-    assert answer.episode is not None and (answer.episode.turns, answer.episode.end) == (2, "done")
-    assert answer.episode.metrics == {"tool_calls": 1, "failed_calls": 0, "malformed_calls": 0}
-    part, drawn = answer.parts[0], [tokenizer.encode(each, special=True).tolist() for each in (call, last)]
-    assert part.rollout.tokens[part.drawn].tolist() == [*drawn[0], *drawn[1]]
-    between = part.rollout.tokens[~part.drawn].tolist()
+    completion, engine = play(file, tokenizer, name, [call, last])
+    assert completion.reward == 1.0 and len(completion.segments) == 1 and completion.rewards == {"right": 1.0}
+    assert completion.episode is not None and (completion.episode.turns, completion.episode.end) == (2, "done")
+    assert completion.episode.metrics == {"tool_calls": 1, "failed_calls": 0, "malformed_calls": 0}
+    part, sampled = completion.segments[0], [tokenizer.encode(each, special=True).tolist() for each in (call, last)]
+    assert part.rollout.tokens[part.sampled].tolist() == [*sampled[0], *sampled[1]]
+    between = part.rollout.tokens[~part.sampled].tolist()
     assert tokenizer.decode(between, special=True).lstrip("\n") == RESULTS[name]
-    assert engine.prompts[1] == (*engine.prompts[0], *drawn[0], *between)
+    assert engine.prompts[1] == (*engine.prompts[0], *sampled[0], *between)
     assert "add" in tokenizer.decode(part.context, special=True)  # the template lists the tools
-    assert takes_calls_as_text(template_of(name)) == (name != "mistral")
+    assert accepts_tool_calls_in_text(template_of(name)) == (name != "mistral")
 
 
 def test_malformed_calls_are_counted_and_returned(file, tokenizer):
     bad = {"qwen3": ("<tool_call>{</tool_call><|im_end|>", "6<|im_end|>"), "mistral": ("[TOOL_CALLS] [{</s>", "6</s>")}
     for name, (call, last) in bad.items():
-        answer, _ = play(file, tokenizer, name, [call, call, last])
-        assert answer.reward == 0.0 and len(answer.parts) == 1
-        assert answer.episode is not None and answer.episode.metrics["malformed_calls"] == 2
-        assert text_of(tokenizer, answer).count("Error: ") == 2
+        completion, _ = play(file, tokenizer, name, [call, call, last])
+        assert completion.reward == 0.0 and len(completion.segments) == 1
+        assert completion.episode is not None and completion.episode.metrics["malformed_calls"] == 2
+        assert text_of(tokenizer, completion).count("Error: ") == 2
 
 
 @pytest.mark.slow
 def test_tools_with_state_and_the_limit_of_turns(file, tokenizer):
     call = HERMES.replace("add", "more").replace('{"a": 2, "b": 3}', '{"by": 4}')
-    answer, _ = play(file, tokenizer, "qwen3", [call] * 3, which="Counter", max_turns=2)
-    assert answer.episode is not None and (answer.episode.turns, answer.episode.end) == (2, "turns")
-    start = int(answer.reward) - 8
-    assert f"<tool_response>\n{start + 4}\n</tool_response>" in text_of(tokenizer, answer) and answer.reward > 8
+    completion, _ = play(file, tokenizer, "qwen3", [call] * 3, which="Counter", max_turns=2)
+    assert completion.episode is not None and (completion.episode.turns, completion.episode.end) == (2, "turns")
+    start = int(completion.reward) - 8
+    assert f"<tool_response>\n{start + 4}\n</tool_response>" in text_of(tokenizer, completion) and completion.reward > 8
 
 
 @pytest.mark.slow
 def test_the_format_of_calls_is_a_setting(file, tokenizer):
     call = LLAMA.replace("<|eot_id|>", "<|im_end|>")
-    answer, _ = play(file, tokenizer, "qwen3", [call, "5<|im_end|>"], tool_call_parser="llama3_json")
-    assert answer.reward == 1.0 and answer.episode is not None and answer.episode.metrics["tool_calls"] == 1
-    answer, _ = play(file, tokenizer, "qwen3", [call])
-    assert answer.episode is not None and answer.episode.turns == 1 and answer.reward == 0.0  # no call
+    completion, _ = play(file, tokenizer, "qwen3", [call, "5<|im_end|>"], tool_call_parser="llama3_json")
+    assert completion.reward == 1.0 and completion.episode is not None and completion.episode.metrics["tool_calls"] == 1
+    completion, _ = play(file, tokenizer, "qwen3", [call])
+    assert completion.episode is not None and completion.episode.turns == 1 and completion.reward == 0.0  # no call
 
 
 @pytest.mark.parametrize(
@@ -335,4 +334,4 @@ def test_the_format_of_calls_is_a_setting(file, tokenizer):
 )
 def test_bad_classes(file, tokenizer, which, names):
     with refused(ConfigError, f"rl.environment='{file}:{which}'", *names):
-        EpisodeAnswerer(RLConfig(environment=f"{file}:{which}"), tokenizer, None, limit=9, stop_ids=(), engine=None)
+        EpisodeSampler(RLConfig(environment=f"{file}:{which}"), tokenizer, None, max_tokens=9, stop_ids=(), engine=None)

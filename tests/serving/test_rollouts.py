@@ -1,4 +1,4 @@
-"""Answers for training: their seeds, and the log-probabilities that they were drawn by."""
+"""Answers for training: their seeds, and the log-probabilities that they were sampled by."""
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from eqx_decoders.inference.mtp_draft import MTPDrafter
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.engine import Engine
-from eqx_decoders.serving.rollouts import answer_seed, rollout
+from eqx_decoders.serving.rollouts import rollout, sample_seed
 from eqx_decoders.training.objectives.token_log_probs import token_log_probs
 from tests.compare import assert_allclose, assert_array_equal
 from tests.errors import refused
@@ -27,8 +27,8 @@ def engine():
     return engine_for("llama_rope", max_waiting=3)
 
 
-def drawn(engine, prompts=PROMPTS, samples=3, seed="run/1", **options):
-    """The answers by prompt."""
+def sampled(engine, prompts=PROMPTS, samples=3, seed="run/1", **options):
+    """The completions by prompt."""
     groups = {
         group.number: group
         for group in rollout(engine, prompts, samples=samples, max_new_tokens=5, seed=seed, **options)
@@ -37,17 +37,17 @@ def drawn(engine, prompts=PROMPTS, samples=3, seed="run/1", **options):
 
 
 @pytest.mark.slow
-def test_answers_depend_on_seed_prompt_and_sample_alone(engine):
-    first = drawn(engine)
-    assert len({answer_seed("run/1", name, sample) for name in range(4) for sample in range(3)}) == 12
-    texts = [[answer.tokens.tolist() for answer in group] for group in first]
-    assert len({tuple(answer) for answer in texts[0]}) > 1 and texts[0] != texts[3]  # an id for each prompt
-    other = drawn(engine, PROMPTS[1::-1], ids=[1, 0])  # in another order, without the others
+def test_completions_depend_on_seed_prompt_and_sample_alone(engine):
+    first = sampled(engine)
+    assert len({sample_seed("run/1", name, sample) for name in range(4) for sample in range(3)}) == 12
+    texts = [[completion.tokens.tolist() for completion in group] for group in first]
+    assert len({tuple(completion) for completion in texts[0]}) > 1 and texts[0] != texts[3]  # an id for each prompt
+    other = sampled(engine, PROMPTS[1::-1], ids=[1, 0])  # in another order, without the others
     for one, same in ((first[0], other[1]), (first[1], other[0])):
-        for answer, again in zip(one, same, strict=True):
-            assert_array_equal(answer.tokens, again.tokens)
-            assert_array_equal(answer.log_probs, again.log_probs)
-    assert texts != [[answer.tokens.tolist() for answer in group] for group in drawn(engine, seed="run/2")]
+        for completion, again in zip(one, same, strict=True):
+            assert_array_equal(completion.tokens, again.tokens)
+            assert_array_equal(completion.log_probs, again.log_probs)
+    assert texts != [[completion.tokens.tolist() for completion in group] for group in sampled(engine, seed="run/2")]
 
 
 @pytest.mark.slow(fast=("0.6",))
@@ -55,22 +55,24 @@ def test_answers_depend_on_seed_prompt_and_sample_alone(engine):
 def test_log_probs_match_the_model(engine, temperature):
     stops = [3, 4, 5, 6]
     for group in rollout(engine, PROMPTS[1:3], samples=2, max_new_tokens=7, temperature=temperature, stop_ids=stops):
-        for answer in group.rollouts:
-            tokens = np.asarray([*group.prompt, *answer.tokens])
+        for completion in group.rollouts:
+            tokens = np.asarray([*group.prompt, *completion.tokens])
             logits = engine.model(tokens[None, :-1]).logits[0, len(group.prompt) - 1 :] / temperature
-            expected = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), answer.tokens[:, None], -1)[:, 0]
-            assert_allclose(answer.log_probs, expected, atol=1e-5)
-            stopped = answer.tokens[-1] in stops
-            assert answer.finish_reason == ("stop" if stopped else "length") and (stopped or len(answer.tokens) == 7)
-            assert not set(answer.tokens[:-1].tolist()) & set(stops) and set(answer.versions.tolist()) == {0}
+            expected = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), completion.tokens[:, None], -1)[:, 0]
+            assert_allclose(completion.log_probs, expected, atol=1e-5)
+            stopped = completion.tokens[-1] in stops
+            assert completion.finish_reason == ("stop" if stopped else "length") and (
+                stopped or len(completion.tokens) == 7
+            )
+            assert not set(completion.tokens[:-1].tolist()) & set(stops) and set(completion.versions.tolist()) == {0}
 
 
-def test_answers_end_where_the_engine_has_no_room(engine):
+def test_completions_end_where_the_engine_has_no_room(engine):
     long = (3, 4) * 31
-    ((answer,),) = drawn(engine, [long], samples=1)
-    assert len(answer.tokens) == 2 and answer.finish_reason == "length"
+    ((completion,),) = sampled(engine, [long], samples=1)
+    assert len(completion.tokens) == 2 and completion.finish_reason == "length"
     with refused(ConfigError, "prompt 1", "64 tokens", "max_length=64"):
-        drawn(engine, [(1,), (1,) * 64])
+        sampled(engine, [(1,), (1,) * 64])
 
 
 LIMITS = {"recurrent": 3e-4, "delta": 3e-5}  # chunks of a delta rule add up in another order than single tokens
@@ -95,15 +97,15 @@ KINDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampler_and_trainer_agree(kind):
-    """Whatever holds the keys and values, and whoever drafts: what a trainer says of an answer is what drew it."""
+    """Whatever holds the keys and values, and whoever drafts: what a trainer says of a completion is what drew it."""
     fixture, options = KINDS[kind]
     model, gaps = ed.load_hf(FIXTURES / fixture, dtype="float32"), []
     model = ed.add_mtp(model, 1, key=jax.random.key(0)) if kind == "MTP" else model
     engine = Engine(model, EngineConfig(**SMALL | options))
     for group in rollout(engine, PROMPTS[:2], samples=3, max_new_tokens=12, temperature=0.9, seed=1):
-        for answer in group.rollouts:
-            tokens = np.asarray([[*group.prompt, *answer.tokens]], np.int32)
-            drawn = np.arange(tokens.shape[1])[None] >= len(group.prompt)
-            found = token_log_probs(model, Batch(tokens=tokens, loss_mask=drawn), temperature=0.9)
-            gaps.append(np.abs(np.asarray(found)[0, len(group.prompt) :] - answer.log_probs).max())
+        for completion in group.rollouts:
+            tokens = np.asarray([[*group.prompt, *completion.tokens]], np.int32)
+            sampled = np.arange(tokens.shape[1])[None] >= len(group.prompt)
+            found = token_log_probs(model, Batch(tokens=tokens, loss_mask=sampled), temperature=0.9)
+            gaps.append(np.abs(np.asarray(found)[0, len(group.prompt) :] - completion.log_probs).max())
     assert len(gaps) == 6 and max(gaps) <= LIMITS.get(kind, 1e-5), gaps

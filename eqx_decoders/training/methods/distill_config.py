@@ -1,4 +1,4 @@
-"""Settings of learning from a teacher."""
+"""Settings of method distill."""
 
 import dataclasses
 from typing import Annotated, Any, Literal
@@ -16,7 +16,7 @@ BETAS = ("jsd", "jsd_scaled")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillConfig(CheckedFields):
-    """Settings of learning from a teacher's distributions, `alpha T^2 divergence + (1 - alpha) cross-entropy`."""
+    """Settings of distillation; the loss is `alpha T^2 divergence + (1 - alpha) cross-entropy`."""
 
     teacher: str | None = None
     """Teacher: a directory in Hugging Face's format or "org/name", with the same tokenizer. With `top`, also the
@@ -48,35 +48,56 @@ class DistillConfig(CheckedFields):
     def __post_init__(self):
         super().__post_init__()
         expand_paths(self, "teacher", "saved")
-        live = not self.on_policy or self.top is None
-        check(live, f"distill.top={self.top} is of texts that are there before: leave it out with on_policy.")
-        kept = self.saved is None or self.top is not None
-        check(kept, f"distill.saved={self.saved!r} needs distill.top: only a teacher's likeliest tokens are kept.")
-        rule = f"distill.hidden.weight={self.hidden.weight} needs all of a teacher's layers, computed in each step"
-        check(self.top is None or self.hidden.weight == 0, f"{rule}: leave distill.top={self.top} out.")
-        plain = self.beta == 0.5 or self.divergence in BETAS
-        check(plain, f"distill.beta={self.beta} is read with divergence={' or '.join(map(repr, BETAS))}: leave it out.")
+        check(
+            not self.on_policy or self.top is None,
+            f"distill.top={self.top} is not supported with distill.on_policy, whose completions are new: leave it out.",
+        )
+        check(
+            self.saved is None or self.top is not None,
+            f"distill.saved={self.saved!r} needs distill.top: only the teacher's most likely tokens are stored.",
+        )
+        check(
+            self.top is None or self.hidden.weight == 0,
+            f"distill.hidden.weight={self.hidden.weight} compares hidden states of the teacher, which are computed in "
+            f"each step: leave distill.top={self.top} out.",
+        )
+        check(
+            self.beta == 0.5 or self.divergence in BETAS,
+            f"distill.beta={self.beta} is only read with distill.divergence={' or '.join(map(repr, BETAS))}: leave it "
+            "out.",
+        )
 
     def loss_options(self) -> dict[str, Any]:
-        """Return the options of a `DistillObjective`, but for its teacher."""
+        """Return the arguments of `DistillObjective`, without its teacher."""
         kind: Any = self.divergence.removesuffix("_scaled")
-        divergence = Divergence(kind, self.beta, scaled=self.divergence == "jsd_scaled")
-        options = dict(temperature=self.temperature, alpha=self.alpha, hidden=self.hidden)
-        return {"divergence": divergence, **options}
+        return {
+            "divergence": Divergence(kind, self.beta, scaled=self.divergence == "jsd_scaled"),
+            "temperature": self.temperature,
+            "alpha": self.alpha,
+            "hidden": self.hidden,
+        }
 
 
 def check_teacher(config: Any) -> None:
-    """Raise ConfigError unless a run, a `TrainConfig`, names its teacher, or what one has said."""
-    known = config.distill.teacher is not None or config.distill.saved is not None
-    check(known, "method='distill' needs distill.teacher: the model to learn from, or distill.saved, what it said.")
+    """Raise ConfigError if a run (a `TrainConfig`) has no teacher, or settings that its teacher does not support."""
     settings = config.distill
+    check(
+        settings.teacher is not None or settings.saved is not None,
+        "method='distill' needs distill.teacher, the model to learn from, or distill.saved, the stored tokens of one.",
+    )
     if settings.teacher is not None and settings.teacher.startswith(("http://", "https://")):
-        rule = f"distill.teacher={settings.teacher!r} is a server, which"
-        check(settings.top is not None, f"{rule} gives its likeliest tokens alone: give distill.top.")
-        rule = f"{rule} gives log-probs at temperature 1: leave distill.temperature={settings.temperature} out."
-        check(settings.temperature == 1.0, rule)
-    drawn = settings.on_policy or (config.rl == type(config.rl)() and not config.sampler.is_separate)
+        check(
+            settings.top is not None,
+            f"distill.teacher={settings.teacher!r} is a server, which returns only the most likely tokens: set "
+            "distill.top.",
+        )
+        check(
+            settings.temperature == 1.0,
+            f"distill.teacher={settings.teacher!r} is a server, which returns log-probs at temperature 1: leave "
+            f"distill.temperature={settings.temperature} out.",
+        )
     check_staleness(config)
     check(
-        drawn, "rl.prompts, sampler.devices and other settings of draws are read with distill.on_policy: give it, too."
+        settings.on_policy or (config.rl == type(config.rl)() and not config.sampler.is_separate),
+        "rl.prompts, sampler.devices and other settings of sampling are only read with distill.on_policy: set it, too.",
     )

@@ -1,6 +1,7 @@
-"""Settings of training with rewards, and the names that people know for some of them."""
+"""Settings of method rl, and presets of published methods."""
 
 import dataclasses
+import math
 from typing import Annotated, Any, Literal
 
 from eqx_decoders.errors import (
@@ -14,18 +15,17 @@ from eqx_decoders.errors import (
 )
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.io.text.answers.formats import ToolFormat
-from eqx_decoders.training.objectives.advantages import Scale
+from eqx_decoders.training.objectives.advantages import Aggregation, Scale
 from eqx_decoders.training.objectives.policy_loss import Correction, PolicyLoss
-from eqx_decoders.training.objectives.token_weights import Aggregation
 
 
 SYMMETRIC = PolicyLoss(low=0.2, high=0.2)
 PRESETS: dict[str, dict[str, Any]] = {
-    "grpo": dict(scale="group", aggregation="row", policy=SYMMETRIC),
+    "grpo": dict(scale="group", aggregation="sequence", policy=SYMMETRIC),
     "dr_grpo": dict(aggregation="constant", policy=SYMMETRIC),
-    "rloo": dict(baseline="leave_one_out", aggregation="row_sum", policy=PolicyLoss(kind="reinforce")),
+    "rloo": dict(baseline="leave_one_out", aggregation="sequence_sum", policy=PolicyLoss(kind="reinforce")),
     "dapo": dict(scale="group", dynamic_sampling=True, policy=PolicyLoss(low=0.2, high=0.28)),
-    "gspo": dict(scale="group", aggregation="row", policy=PolicyLoss(kind="gspo", low=3e-4, high=4e-4)),
+    "gspo": dict(scale="group", aggregation="sequence", policy=PolicyLoss(kind="gspo", low=3e-4, high=4e-4)),
     "cispo": dict(scale="group", policy=PolicyLoss(kind="cispo")),
     "reinforce++": dict(baseline="none", whiten=True, policy=SYMMETRIC),
     "ppo": dict(baseline="critic", whiten=True, kl_in="reward", policy=SYMMETRIC),
@@ -34,7 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticConfig(CheckedFields):
-    """Settings of a critic, which learns what each token of an answer is worth (`baseline="critic"`)."""
+    """Settings of a critic, which learns the values of tokens (`baseline="critic"`)."""
 
     checked_name = "rl.critic"
     init_from: str | None = None
@@ -62,10 +62,16 @@ class CriticConfig(CheckedFields):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardSettings(CheckedFields):
-    """Where rewards come from."""
+class RLConfig(CheckedFields):
+    """Settings of reinforcement learning (`method="rl"`).
 
-    checked_name = ""
+    A preset sets the fields that are not passed: `RLConfig(preset="ppo", whiten=False)` does not whiten.
+    `dataclasses.replace` passes all fields, so it does not apply a preset; `with_settings` does.
+    """
+
+    checked_name = "rl."
+    preset: Literal["grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo", "reinforce++", "ppo"] | None = None
+    """Published method. It sets baseline, scale, aggregation, policy and others, unless they are set explicitly."""
     reward: str | None = None
     """Reward function, file.py:function. It takes the record of a prompt and the text of a completion, and returns a
     number; numbers by name, which are added; or None if it cannot judge the completion."""
@@ -83,25 +89,6 @@ class RewardSettings(CheckedFields):
     """Length of the soft overlong penalty (DAPO): over the last N tokens before max_new_tokens, a penalty grows from 0
     to 1. 0: none."""
 
-    def weights(self) -> dict[str, float]:
-        """Return the weights of the reward's numbers by name. Raises ConfigError."""
-        weights = {}
-        for each in self.reward_weights:
-            name, equals, number = each.partition("=")
-            try:
-                weights[name] = float(number)
-            except ValueError:
-                weights[name] = float("nan")
-            good = bool(name and equals) and weights[name] == weights[name]
-            check(good, f"rl.reward_weights={each!r} must be name=weight, such as format=0.2.")
-        return weights
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EnvironmentSettings(CheckedFields):
-    """Where conversations come from whose rewards an environment gives."""
-
-    checked_name = ""
     environment: str | None = None
     """Environment class, file.py:Class, used instead of a reward function. An instance is an episode: reset(task, seed)
     returns the first messages, and step(completion) returns the next messages and a reward. The rewards of an
@@ -116,29 +103,9 @@ class EnvironmentSettings(CheckedFields):
     """Credit assignment. episode: the rewards of an episode count for all of its tokens; turn: the reward of a turn
     counts for the tokens up to this turn, compared with the same turn in other episodes of the prompt."""
     strict_prefix: bool = False
-    """Raise an error if the chat template formats earlier turns differently later. Otherwise the episode continues in a
-    separate sequence."""
+    """Raise an error if the chat template renders earlier turns differently later. Otherwise the episode continues in
+    another segment, whose context is the new rendering."""
 
-    def check_environment(self, rest: Any) -> None:
-        """Raise ConfigError for settings of an environment without one, and of rewards with one."""
-        fields, word = ("episode_tokens", "max_turns", "tool_call_parser", "returns", "strict_prefix"), "without"
-        if self.environment is not None:
-            fields, word = ("overlong_buffer",), "with"
-        unread = [name for name in fields if getattr(rest, name) != type(rest).__dataclass_fields__[name].default]
-        check(not unread, f"rl.{', rl.'.join(unread)} is not read {word} rl.environment: leave it out.")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RLConfig(RewardSettings, EnvironmentSettings):
-    """Settings of training with rewards (`method="rl"`).
-
-    A preset sets what is not given: `RLConfig(preset="ppo", whiten=False)` does not whiten. `dataclasses.replace` gives
-    all; `with_settings` changes the preset of settings that are there.
-    """
-
-    checked_name = "rl."
-    preset: Literal["grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo", "reinforce++", "ppo"] | None = None
-    """Published method. It sets baseline, scale, aggregation, policy and others, unless they are set explicitly."""
     prompts: PositiveInt = 16
     """Number of prompts per step."""
     samples: PositiveInt = 8
@@ -159,9 +126,10 @@ class RLConfig(RewardSettings, EnvironmentSettings):
     whiten: bool = False
     """Normalize advantages to mean 0 and std 1 over all tokens of a step."""
     aggregation: Aggregation = "token"
-    """Aggregation of the loss. token: equal weight for each token; row: for each completion; constant: for each
-    completion, its tokens divided by max_new_tokens; prompt: for each prompt; row_sum: for each completion, its
-    tokens added."""
+    """Aggregation of the loss. token: mean over all tokens; sequence: mean over completions of the mean over their
+    tokens; constant: mean over completions of the sum over their tokens, divided by max_new_tokens; prompt: mean over
+    prompts of the mean over the tokens of their group; sequence_sum: mean over completions of the sum over their
+    tokens."""
     kl: NonNegativeFloat = 0.0
     """Weight of the KL divergence from the reference model. 0: no reference model."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -179,11 +147,11 @@ class RLConfig(RewardSettings, EnvironmentSettings):
     """Weight of the entropy bonus."""
     dynamic_sampling: bool = False
     """Replace prompts whose completions all have the same reward by sampling more prompts (DAPO)."""
-    most_draws: PositiveInt = 4
-    """Maximum number of sampled prompts per step with dynamic sampling, as a multiple of prompts."""
+    max_sampling_rounds: PositiveInt = 4
+    """Maximum number of sampled prompts per step with dynamic sampling, as a multiple of `prompts`."""
     truncated: Literal["keep", "mask"] = "keep"
     """Completions that reached max_new_tokens. keep: train on them; mask: no loss."""
-    answers_per_row: PositiveInt = 16
+    completions_per_row: PositiveInt = 16
     """Maximum number of completions in one sequence of a batch."""
     slots: PositiveInt = 32
     """Number of completions that are sampled at the same time."""
@@ -198,9 +166,9 @@ class RLConfig(RewardSettings, EnvironmentSettings):
     """Number of sampled completions per held-out prompt, in addition to the greedy completion."""
 
     def __new__(cls, **settings: Any) -> "RLConfig":
-        """Note which settings are given, also those that are given their default."""
+        """Record which fields are passed, including those that are passed their default."""
         config = super().__new__(cls)
-        if settings:  # `copy.copy` and `pickle` pass no settings, and do not call `__post_init__` afterwards
+        if settings:  # `copy.copy` and `pickle` pass no fields, and do not call `__post_init__` afterwards
             object.__setattr__(config, "_given", settings.keys())
         return config
 
@@ -215,78 +183,123 @@ class RLConfig(RewardSettings, EnvironmentSettings):
         super().__post_init__()
         expand_paths(self, "reward", "reward_model", "environment", "teacher")
         self.weights()
-        alone = self.samples > 1 or self.baseline in ("none", "critic")
-        rule = (
-            f"rl.samples={self.samples} with rl.baseline={self.baseline!r}: an answer needs others to be compared with"
+        check(
+            self.samples > 1 or self.baseline in ("none", "critic"),
+            f"rl.samples=1 with rl.baseline={self.baseline!r}: a completion needs others to be compared with. Raise "
+            "rl.samples, or set rl.baseline to 'none' or 'critic'.",
         )
-        check(alone, f"{rule}. Draw more, or take baseline='none' or 'critic'.")
         self._check_critic()
-        rule = f"rl.overlong_buffer={self.overlong_buffer} must be less than rl.max_new_tokens={self.max_new_tokens}"
-        check(self.overlong_buffer < self.max_new_tokens, f"{rule}.")
-        self.check_environment(self)
+        check(
+            self.overlong_buffer < self.max_new_tokens,
+            f"rl.overlong_buffer={self.overlong_buffer} must be less than rl.max_new_tokens={self.max_new_tokens}.",
+        )
+        self._check_environment()
+
+    def _check_environment(self) -> None:
+        """Raise ConfigError for settings of environments without one, and for settings of rewards with one."""
+        names, word = ("episode_tokens", "max_turns", "tool_call_parser", "returns", "strict_prefix"), "without"
+        if self.environment is not None:
+            names, word = ("overlong_buffer",), "with"
+        fields = type(self).__dataclass_fields__
+        unread = [f"rl.{name}" for name in names if getattr(self, name) != fields[name].default]
+        check(not unread, f"{', '.join(unread)} is not read {word} rl.environment: leave it out.")
 
     def _check_critic(self) -> None:
-        """Raise ConfigError for settings of a critic without one, and of groups with one."""
-        plain, rule = CriticConfig(), f"is not read with rl.baseline={self.baseline!r}"
+        """Raise ConfigError for settings of a critic without one, and for settings of groups with one."""
+        if self.baseline == "critic":
+            check(
+                self.scale == "none",
+                f"rl.scale={self.scale!r} is not read with rl.baseline='critic', whose advantages are not those of "
+                "groups: leave it out.",
+            )
+            return
+        default = CriticConfig()
         for name, value in vars(self.critic).items():
-            free = self.baseline == "critic" or value == getattr(plain, name)
-            check(free, f"rl.critic.{name}={value!r} {rule}: leave it out, or take rl.preset='ppo'.")
-        free = self.baseline != "critic" or self.scale == "none"
-        check(free, f"rl.scale={self.scale!r} {rule}: advantages are not those of groups. Leave it out.")
+            check(
+                value == getattr(default, name),
+                f"rl.critic.{name}={value!r} is not read with rl.baseline={self.baseline!r}: leave it out, or set "
+                "rl.preset='ppo'.",
+            )
+
+    def weights(self) -> dict[str, float]:
+        """Return the weights of rewards by name. Raises ConfigError."""
+        weights = {}
+        for entry in self.reward_weights:
+            name, equals, number = entry.partition("=")
+            try:
+                weights[name] = float(number)
+            except ValueError:
+                weights[name] = math.nan
+            is_valid = bool(name and equals) and not math.isnan(weights[name])
+            check(is_valid, f"rl.reward_weights={entry!r} must be name=weight, such as format=0.2.")
+        return weights
 
     def of_preset(self, preset: str | None) -> dict[str, Any]:
-        """Return the settings that another preset changes: those that have their default, or the value of this one."""
-        mine, others, changed = PRESETS.get(self.preset or "", {}), PRESETS.get(preset or "", {}), {}
-        for name in (*mine, *others):
-            plain = type(self).__dataclass_fields__[name].default
-            if getattr(self, name) in (plain, mine.get(name, plain)):
-                changed[name] = others.get(name, plain)
+        """Return the fields that another preset changes: those with their default, or with this preset's value."""
+        current, new, changed = PRESETS.get(self.preset or "", {}), PRESETS.get(preset or "", {}), {}
+        for name in (*current, *new):
+            default = type(self).__dataclass_fields__[name].default
+            if getattr(self, name) in (default, current.get(name, default)):
+                changed[name] = new.get(name, default)
         return changed
 
     def describe_preset(self) -> str:
-        """Describe what `preset` has set, in the names of settings."""
-        words = list[str]()
+        """Return the settings that `preset` has set, as text."""
+        lines = list[str]()
         for name in PRESETS.get(self.preset or "", {}):
             value = getattr(self, name)
-            parts = {f"{name}.{field}": part for field, part in vars(value).items()} if name == "policy" else {}
-            plain = {f"policy.{field}": part for field, part in vars(PolicyLoss()).items()}
-            parts = {key: part for key, part in parts.items() if part != plain[key] or key == "policy.kind"}
-            words += [f"rl.{key}={part}" for key, part in (parts or {name: value}).items()]
-        return ", ".join(words)
+            if name != "policy":
+                lines.append(f"rl.{name}={value}")
+                continue
+            for field, part in vars(value).items():
+                if field == "kind" or part != getattr(PolicyLoss(), field):
+                    lines.append(f"rl.policy.{field}={part}")
+        return ", ".join(lines)
 
     @property
-    def longest_answer(self) -> int:
-        """Most tokens that the model may draw in an answer, over all its turns."""
+    def max_completion_tokens(self) -> int:
+        """Maximum number of sampled tokens of a completion, over all its turns."""
         return self.max_new_tokens * (1 if self.environment is None else self.max_turns)
 
     @property
-    def most_rows(self) -> int:
-        """Most rows that an answer may have: each turn begins one where a chat template rewrites those before it."""
+    def max_segments(self) -> int:
+        """Maximum number of segments of a completion: one per turn if a chat template rewrites earlier turns."""
         return 1 if self.environment is None or self.strict_prefix else self.max_turns
 
 
 def check_staleness(config: Any) -> None:
-    """Raise ConfigError for answers of a run that are to be drawn ahead, but on the devices that train."""
-    rule = (
-        f"rl.max_staleness={config.rl.max_staleness} needs sampler.devices: answers are drawn on devices of their own"
+    """Raise ConfigError for a run (a `TrainConfig`) that samples ahead on the devices that train."""
+    check(
+        config.rl.max_staleness == 0 or config.sampler.devices > 0,
+        f"rl.max_staleness={config.rl.max_staleness} needs sampler.devices: completions are sampled on separate "
+        "devices during training.",
     )
-    check(config.rl.max_staleness == 0 or config.sampler.devices > 0, f"{rule}, while the others train.")
 
 
 def check_rl(config: Any) -> None:
-    """Raise ConfigError unless a run, a `TrainConfig`, has a reward or an environment, and the reference it names."""
-    rl, adapted = config.rl, config.lora.rank is not None
-    sources = [rl.reward, rl.environment]
-    remedy = "or rl.reward_model, or rl.environment, file.py:Class, or rl.teacher"
-    taught = any((*sources, rl.reward_model, rl.teacher))
-    check(taught, f"method='rl' needs rl.reward, file.py:function, such as rewards.py:exact, {remedy}.")
-    rule = f"rl.reward={rl.reward!r} and rl.environment={rl.environment!r}: rewards come from one of them"
-    check(not all(sources), f"{rule}. Leave out the other.")
-    rule = f"rl.max_new_tokens={rl.max_new_tokens} leaves no room for a prompt in data.seq_len={config.data.seq_len}"
-    check(rl.max_new_tokens < config.data.seq_len, f"{rule}.")
+    """Raise ConfigError unless a run (a `TrainConfig`) has a source of rewards and what its other settings require."""
+    rl = config.rl
+    check(
+        any((rl.reward, rl.environment, rl.reward_model, rl.teacher)),
+        "method='rl' needs rl.reward (file.py:function, such as rewards.py:exact), rl.reward_model, rl.environment "
+        "(file.py:Class) or rl.teacher.",
+    )
+    check(
+        rl.reward is None or rl.environment is None,
+        f"rl.reward={rl.reward!r} and rl.environment={rl.environment!r} exclude each other: leave one out.",
+    )
+    check(
+        rl.max_new_tokens < config.data.seq_len,
+        f"rl.max_new_tokens={rl.max_new_tokens} must be less than data.seq_len={config.data.seq_len}, which "
+        "includes the prompt.",
+    )
     check_staleness(config)
-    warmup = rl.critic.warmup_steps
-    rule = f"rl.critic.warmup_steps={warmup} must be less than steps={config.steps}: the policy would learn nothing"
-    check(warmup < config.steps, f"{rule}.")
-    rule = f"rl.reference={rl.reference!r} needs lora.rank: without pairs there is no base beside the model."
-    check(rl.reference != "base" or adapted, rule)
+    check(
+        rl.critic.warmup_steps < config.steps,
+        f"rl.critic.warmup_steps={rl.critic.warmup_steps} must be less than steps={config.steps}: only the critic is "
+        "trained in these steps.",
+    )
+    check(
+        rl.reference != "base" or config.lora.rank is not None,
+        "rl.reference='base' needs lora.rank: it is the model without its adapters.",
+    )

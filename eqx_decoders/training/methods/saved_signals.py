@@ -1,4 +1,4 @@
-"""Signals of batches that a model computes once: kept in a directory by the tokens that they are of, and read again."""
+"""On-disk cache of per-token signals (reference log-probs, a teacher's most likely tokens), keyed by token hashes."""
 
 import dataclasses
 import itertools
@@ -11,89 +11,86 @@ import numpy as np
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.signals import Signals
 from eqx_decoders.data.store.signal_cache import SignalCache
-from eqx_decoders.errors import DataError, check
+from eqx_decoders.errors import DataError
 from eqx_decoders.io.processes import all_gather_json
 from eqx_decoders.sharding.layout import Layout
 
 
-Numbers = Mapping[str, np.ndarray]
-
-
-@runtime_checkable
-class Scorer(Protocol):
-    """What computes the numbers of a batch's tokens; all processes call it together."""
-
-    def __call__(self, batch: Batch, places: Sequence["RowSegment"]) -> Numbers:
-        """Return the numbers of this process's rows, at least in these places."""
-        ...
-
-
 class RowSegment(NamedTuple):
-    """Segment of a batch."""
+    """Segment of a batch row."""
 
     row: int
     span: slice
     tokens: np.ndarray
 
 
+@runtime_checkable
+class Scorer(Protocol):
+    """Computes signals of a batch. All processes call it together."""
+
+    def __call__(self, batch: Batch, segments: Sequence[RowSegment]) -> Mapping[str, np.ndarray]:
+        """Return signals of this process's rows by name, at least for these segments."""
+        ...
+
+
 class SavedSignals:
-    """Function that adds to the signals of a process's rows what is kept, and computes what is not.
+    """Callable that adds signals to a process's rows of a batch: stored ones, and newly computed ones if missing.
 
     **Arguments:**
 
-    - `numbers`: the directory; its columns are fields of `Signals`.
-    - `compute`: what computes the numbers of a batch; None: all must be there.
+    - `numbers`: the directory of signals; its columns are fields of `Signals`.
+    - `compute`: computes missing signals. None: all signals must be stored.
     """
 
     def __init__(self, numbers: SignalCache, compute: Scorer | None):
         self._numbers, self._compute = numbers, compute
 
     def __call__(self, batch: Batch) -> Batch:
-        """Return the batch with its signals. Raises DataError for tokens of which there are none, and nothing to ask.
+        """Return the batch with its signals. Raises DataError if signals are missing and there is no `compute`.
 
-        Numbers that were computed just now are read back, too: they are what the next run will read.
+        Newly computed signals are also read back from disk, so that they equal those that a later run reads.
         """
-        pieces = list(_pieces(batch))
-        missing = [piece for piece in pieces if self._numbers.find(piece.tokens) is None]
+        segments = list(_segments(batch))
+        missing = [segment for segment in segments if self._numbers.find(segment.tokens) is None]
         if any(all_gather_json("saved signals", bool(missing))):
             self._add(batch, missing)
-        numbers_of = [(piece, self._numbers.find(piece.tokens) or {}) for piece in pieces]
         arrays: dict[str, Any] = {}
         for name, column in self._numbers.columns.items():
             width = () if column.width is None else (column.width,)
-            kind = np.int32 if np.issubdtype(np.dtype(column.dtype), np.integer) else np.float32
-            arrays[name] = np.zeros((*np.shape(batch.tokens), *width), kind)
-            for piece, numbers in numbers_of:
-                arrays[name][piece.row, piece.span] = numbers[name]
+            dtype = np.int32 if np.issubdtype(np.dtype(column.dtype), np.integer) else np.float32
+            arrays[name] = np.zeros((*np.shape(batch.tokens), *width), dtype)
+        for segment in segments:
+            for name, values in (self._numbers.find(segment.tokens) or {}).items():
+                arrays[name][segment.row, segment.span] = values
         signals = Signals() if batch.signals is None else batch.signals
         return dataclasses.replace(batch, signals=dataclasses.replace(signals, **arrays))
 
     def _add(self, batch: Batch, missing: list[RowSegment]) -> None:
-        rule, remedy = (
-            "some of the data's tokens have no saved numbers",
-            "give the same data and --seq-len, or the model",
-        )
-        check(self._compute is not None, f"{rule}, and there is no model to compute them: {remedy}.", DataError)
-        assert self._compute is not None
+        if self._compute is None:
+            raise DataError(
+                "some tokens of the data have no stored signals, and there is no model to compute them: use the data "
+                "and seq_len of the run that stored them, or name the model."
+            )
         computed = self._compute(batch, missing)
-        for piece in missing:
-            self._numbers.add(piece.tokens, {name: x[piece.row, piece.span] for name, x in computed.items()})
+        for segment in missing:
+            signals = {name: array[segment.row, segment.span] for name, array in computed.items()}
+            self._numbers.add(segment.tokens, signals)
 
 
-def _pieces(batch: Batch) -> Iterator[RowSegment]:
+def _segments(batch: Batch) -> Iterator[RowSegment]:
     """Yield the segments of a batch, without padding."""
     tokens = np.asarray(batch.tokens)
-    segments = np.ones_like(tokens) if batch.segment_ids is None else np.asarray(batch.segment_ids)
-    for row, ids in enumerate(segments):
-        cuts = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)]
-        for begin, end in itertools.pairwise(cuts):
-            if ids[begin] != 0:
-                yield RowSegment(row, slice(begin, end), tokens[row, begin:end])
+    segment_ids = np.ones_like(tokens) if batch.segment_ids is None else np.asarray(batch.segment_ids)
+    for row, ids in enumerate(segment_ids):
+        bounds = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)]
+        for start, end in itertools.pairwise(bounds):
+            if ids[start] != 0:
+                yield RowSegment(row, slice(start, end), tokens[row, start:end])
 
 
-def rows_of_process(x: Any, layout: Layout, rows: Any) -> np.ndarray:
-    """Return some rows of an array that the devices of all processes hold; all must call it."""
+def rows_of_process(array: Any, layout: Layout, rows: Any) -> np.ndarray:
+    """Return some rows of an array that is sharded over the devices of all processes. All processes must call it."""
     if jax.process_count() == 1:
-        return np.asarray(x)
-    whole = jax.jit(lambda x: x, out_shardings=layout.replicated())(x)
-    return np.asarray(whole.addressable_data(0))[list(rows)]
+        return np.asarray(array)
+    replicated = jax.jit(lambda x: x, out_shardings=layout.replicated())(array)
+    return np.asarray(replicated.addressable_data(0))[list(rows)]

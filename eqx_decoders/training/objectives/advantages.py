@@ -1,28 +1,33 @@
-"""Advantages: how much better an answer, or a token of it, was than expected. Computed on the host in float64."""
+"""Advantages and weights of tokens, computed on the host in float64 over the completions of an optimizer step."""
 
-import math
 from typing import Literal, get_args
 
 import numpy as np
-from jaxtyping import Float, Float32, Float64, Integer, Shaped
+from jaxtyping import Float, Float32, Float64, Shaped
 
 from eqx_decoders.errors import check, check_integer, check_option
 
 
 Baseline = Literal["mean", "leave_one_out", "none"]
 Scale = Literal["none", "group", "batch", "mean"]
+Aggregation = Literal["token", "sequence", "constant", "prompt", "sequence_sum"]
+
+
+# --- advantages -------------------------------------------------------------------------------------------------------
 
 
 def group_advantages(
-    rewards: Float[np.ndarray, "answers"],
-    groups: Shaped[np.ndarray, "answers"],
+    rewards: Float[np.ndarray, "completions"],
+    groups: Shaped[np.ndarray, "completions"],
     *,
     baseline: Baseline = "mean",
     scale: Scale = "none",
     ddof: int = 1,
     eps: float = 1e-4,
-) -> Float32[np.ndarray, "answers"]:
-    """Compare each answer with the others to the same prompt: `(reward - baseline of the group) / scale`.
+) -> Float32[np.ndarray, "completions"]:
+    """Compute the advantage of each completion in its group, the completions of its prompt.
+
+    The advantage is `(reward - baseline) / scale`:
 
     | baseline | scale | name |
     |---|---|---|
@@ -30,35 +35,35 @@ def group_advantages(
     | `mean` | `group`: std of the group's rewards + `eps` | GRPO, arXiv 2402.03300 |
     | `mean` | `batch`: std of all rewards + `eps` | |
     | `mean` | `mean`: the group's mean reward | MaxRL |
-    | `leave_one_out`: the mean of the others | `none` | RLOO, arXiv 2402.14740 |
+    | `leave_one_out`: mean of the others | `none` | RLOO, arXiv 2402.14740 |
     | `none` | `none` | REINFORCE; with `whiten` REINFORCE++, arXiv 2501.03262 |
 
-    A group whose rewards are all equal, compared exactly as they are given, has advantages of exactly 0, whatever the
-    rounding of its mean and std; so has a group of one. Without a baseline its advantages are its rewards.
+    With a baseline, a group whose rewards are exactly equal has advantages of exactly 0, independent of the rounding of
+    its mean and std; so has a group of one completion.
 
     **Arguments:**
 
-    - `rewards`: NaN: could not be computed. The answer is of no group, and its advantage is NaN: give it no weight.
-    - `groups`: which prompt each answer is of, numbers or words.
+    - `rewards`: NaN for completions without a reward. They belong to no group and their advantage is NaN.
+    - `groups`: the prompt of each completion, as a number or a string.
     - `ddof`: 1: std divides by n - 1; 0: by n.
     """
     check_option("baseline", baseline, get_args(Baseline))
     check_option("scale", scale, get_args(Scale))
     compared = baseline != "none" or scale in ("none", "batch")
-    check(compared, f"scale={scale!r} needs a baseline: rewards of equal answers have no std to be divided by.")
+    check(compared, f"scale={scale!r} needs a baseline: a group with equal rewards has no std to divide by.")
     _, group = np.unique(groups, return_inverse=True)
     known = ~np.isnan(rewards)
     advantages = np.full(rewards.shape, np.nan)
     if np.any(known):
-        some, numbers = rewards[known].astype(np.float64), group[known]
-        advantages[known] = _known_advantages(some, numbers, baseline=baseline, scale=scale, ddof=ddof, eps=eps)
+        advantages[known] = _known_advantages(
+            rewards[known].astype(np.float64), group[known], baseline=baseline, scale=scale, ddof=ddof, eps=eps
+        )
     return advantages.astype(np.float32)
 
 
 def _known_advantages(
     rewards: np.ndarray, group: np.ndarray, *, baseline: str, scale: str, ddof: int, eps: float
 ) -> np.ndarray:
-    """Compute the advantages of answers all of which have a reward; groups are numbered."""
     counts = np.bincount(group).clip(1)
     means = np.bincount(group, rewards) / counts
     centered = rewards - means[group]
@@ -75,26 +80,26 @@ def _known_advantages(
         squares = np.sum((rewards - rewards.mean()) ** 2) / max(rewards.size - ddof, 1)
         advantages = advantages / (np.sqrt(squares) + eps)
     elif scale == "mean":
-        check(bool(rewards.min() >= 0), f"rewards with {rewards.min()} must be at least 0 with scale='mean'.")
+        check(bool(rewards.min() >= 0), f"the reward {rewards.min()} must be at least 0 with scale='mean'.")
         advantages = advantages / np.where(means > 0, means, 1.0)[group]
-    return advantages if baseline == "none" else np.where(_constant(rewards, group), 0.0, advantages)
+    return advantages if baseline == "none" else np.where(_has_equal_rewards(rewards, group), 0.0, advantages)
 
 
-def _constant(rewards: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Return whether all rewards of an answer's group are equal."""
-    least, most = np.full(group.max() + 1, np.inf), np.full(group.max() + 1, -np.inf)
-    np.minimum.at(least, group, rewards)
-    np.maximum.at(most, group, rewards)
-    return (least == most)[group]
+def _has_equal_rewards(rewards: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """Return for each completion whether all rewards of its group are equal."""
+    minima, maxima = np.full(group.max() + 1, np.inf), np.full(group.max() + 1, -np.inf)
+    np.minimum.at(minima, group, rewards)
+    np.maximum.at(maxima, group, rewards)
+    return (minima == maxima)[group]
 
 
 def whiten(
     values: Float[np.ndarray, "rows length"], mask: Shaped[np.ndarray, "rows length"], *, ddof: int = 1
 ) -> Float32[np.ndarray, "rows length"]:
-    """Compute `(value - mean) / std` over all tokens of the mask, of the whole batch; 0 elsewhere.
+    """Compute `(value - mean) / std` over all tokens of the mask in the batch; 0 elsewhere.
 
-    REINFORCE++ (arXiv 2501.03262) does so with the returns, and its form with a baseline with rewards less the mean of
-    their group. Long answers count by their length. Values that are all equal become exactly 0.
+    REINFORCE++ (arXiv 2501.03262) whitens returns; its variant with a baseline whitens rewards minus the mean of their
+    group. Values that are all equal become exactly 0.
     """
     real = np.asarray(mask) != 0
     numbers = values[real].astype(np.float64)
@@ -103,25 +108,6 @@ def whiten(
         variance = np.sum((numbers - numbers.mean()) ** 2) / (numbers.size - ddof)
         result[real] = (numbers - numbers.mean()) / np.sqrt(variance + 1e-8)
     return result.astype(np.float32)
-
-
-def token_rewards(
-    rewards: Float[np.ndarray, "rows"],
-    mask: Shaped[np.ndarray, "rows length"],
-    *,
-    divergence: Float[np.ndarray, "rows length"] | None = None,
-    beta: float = 0.0,
-) -> Float64[np.ndarray, "rows length"]:
-    """Give the reward of an answer to its last token, and take `beta * divergence` off each: RLHF's KL in the reward.
-
-    `divergence` is an estimate for each token, such as `log policy - log reference`. 0 outside of the mask.
-    """
-    real = np.asarray(mask) != 0
-    result = np.zeros(real.shape) if divergence is None else np.where(real, -beta * divergence.astype(np.float64), 0.0)
-    last = real.shape[1] - 1 - np.argmax(real[:, ::-1], axis=1)
-    rows = np.flatnonzero(real.any(axis=1))
-    result[rows, last[rows]] += rewards[rows]
-    return result
 
 
 def generalized_advantages(
@@ -135,19 +121,18 @@ def generalized_advantages(
 ) -> tuple[Float32[np.ndarray, "rows length"], Float32[np.ndarray, "rows length"]]:
     """Compute `A_t = d_t + gamma lam A_(t+1)` with `d_t = reward_t + gamma V_(t+1) - V_t`, and returns `A_t + V_t`.
 
-    GAE (arXiv 1506.02438) over the policy's own tokens: one of a tool between two of them is skipped, and the next
-    value is that of the next token of the policy. Rows are answers (not packed), with any padding.
+    GAE (arXiv 1506.02438) over the sampled tokens: tokens of a tool between them are skipped, and the next value is
+    that of the next sampled token. A row is a completion (not packed), with any padding.
 
     **Arguments:**
 
-    - `mask`: which tokens the policy drew. Values elsewhere may be anything; rewards elsewhere would be lost and are
-        refused.
-    - `bootstrap`: value of what would have come after a row that was truncated; 0 for rows that ended. None: all ended.
+    - `mask`: which tokens the policy sampled. Values outside of the mask may be anything; rewards must be 0.
+    - `bootstrap`: value after the last token of a truncated row, 0 for other rows. None: no row is truncated.
 
-    **Returns:** advantages, to be whitened or not, and returns, which the critic learns; 0 outside of the mask.
+    **Returns:** advantages, and returns, which the critic learns; 0 outside of the mask.
     """
     real = np.asarray(mask) != 0
-    check(not np.any(rewards[~real]), "rewards of tokens that are not in the mask would be lost: give them to others.")
+    check(not np.any(rewards[~real]), "rewards of tokens outside of the mask must be 0: assign them to sampled tokens.")
     values = np.where(real, values.astype(np.float64), 0.0)
     following = np.zeros(real.shape[0]) if bootstrap is None else bootstrap.astype(np.float64)
     advantages, ahead = np.zeros(real.shape), np.zeros(real.shape[0])
@@ -159,31 +144,77 @@ def generalized_advantages(
     return advantages.astype(np.float32), (advantages + values).astype(np.float32)
 
 
-def discounted_returns(
-    rewards: Float[np.ndarray, "rows length"], mask: Shaped[np.ndarray, "rows length"], *, gamma: float = 1.0
-) -> Float32[np.ndarray, "rows length"]:
-    """Compute `G_t = reward_t + gamma G_(t+1)` over the tokens of the mask; 0 elsewhere."""
-    return generalized_advantages(rewards, np.zeros(rewards.shape), mask, gamma=gamma, lam=1.0)[0]
+def overlong_penalty(
+    lengths: Shaped[np.ndarray, "completions"], limit: int, buffer: int
+) -> Float64[np.ndarray, "completions"]:
+    """Compute the soft overlong penalty of DAPO (arXiv 2503.14476), which is added to rewards.
 
-
-def overlong_penalty(lengths: Shaped[np.ndarray, "answers"], limit: int, buffer: int) -> Float64[np.ndarray, "answers"]:
-    """Compute `(limit - buffer - length) / buffer`, within -1 and 0: a penalty to be added to rewards of long answers.
-
-    DAPO (arXiv 2503.14476): 0 up to `limit - buffer` tokens, -1 from `limit` on.
+    It is `(limit - buffer - length) / buffer`, clipped to [-1, 0]: 0 up to `limit - buffer` tokens, -1 from `limit` on.
     """
     check_integer("limit", limit)
     check_integer("buffer", buffer, maximum=limit)
     return np.clip((limit - buffer - np.asarray(lengths, np.float64)) / buffer, -1.0, 0.0) + 0.0
 
 
-def pass_at_k(
-    correct: Integer[np.ndarray, "prompts"], samples: Integer[np.ndarray, "prompts"], k: int
-) -> Float64[np.ndarray, "prompts"]:
-    """Estimate the chance that one of `k` answers is right: `1 - C(samples - correct, k) / C(samples, k)`.
+# --- weights of tokens ------------------------------------------------------------------------------------------------
 
-    Unbiased (arXiv 2107.03374). Standard errors are those of prompts: answers to one prompt are not independent.
+
+def token_weights(
+    tokens: Shaped[np.ndarray, "completions"] | Shaped[np.ndarray, "completions length"],
+    aggregation: Aggregation = "token",
+    *,
+    groups: Shaped[np.ndarray, "completions"] | None = None,
+    limit: int | None = None,
+) -> Float32[np.ndarray, "completions"] | Float32[np.ndarray, "completions length"]:
+    """Compute the weights `c` of `loss = sum over tokens of c * loss of the token`, for an optimizer step.
+
+    | aggregation | c of a token of a completion with `T` tokens | source |
+    |---|---|---|
+    | `token` | `1 / N`, with N tokens in total | DAPO, arXiv 2503.14476 |
+    | `sequence` | `1 / (B T)`, with B completions in total | GRPO, arXiv 2402.03300 |
+    | `constant` | `1 / (B limit)` | Dr. GRPO, arXiv 2503.20783 |
+    | `prompt` | `1 / (P S)`, with P prompts in total and S tokens in the group of the prompt | |
+    | `sequence_sum` | `1 / B` | LUSPO, with the sequence-level importance ratio |
+
+    Compute the weights before the batch is split into microbatches and over devices: the loss is then the sum of their
+    losses. Completions without tokens have weight 0 and do not count, neither do their prompts.
+
+    **Arguments:**
+
+    - `tokens`: the number of tokens of each completion, or a mask of tokens (0 or 1).
+    - `groups`: the prompt of each completion, as a number or a string. Only for `prompt`.
+    - `limit`: a constant number of tokens, such as the maximum length of a completion. Only for `constant`.
+
+    **Returns:** weights in the shape of `tokens`: for each completion, or for each token, 0 outside of the mask.
     """
-    check_integer("k", k)
-    check(bool(np.all(samples >= k)), f"k={k} must be at most the number of samples, {np.min(samples)}.")
-    pairs = zip(correct.tolist(), samples.tolist(), strict=True)
-    return np.asarray([1.0 - math.comb(n - c, k) / math.comb(n, k) for c, n in pairs], np.float64)
+    check_option("aggregation", aggregation, get_args(Aggregation))
+    check(
+        (groups is not None) == (aggregation == "prompt"),
+        f"aggregation={aggregation!r}: pass groups with 'prompt', and only then.",
+    )
+    check(
+        (limit is not None) == (aggregation == "constant"),
+        f"aggregation={aggregation!r}: pass a limit with 'constant', and only then.",
+    )
+    mask = np.asarray(tokens, np.float64)
+    lengths = mask if mask.ndim == 1 else mask.sum(axis=1)
+    divisors = np.where(lengths > 0, _divisors(lengths, aggregation, groups, limit), np.inf)
+    weights = 1.0 / divisors
+    return (weights if mask.ndim == 1 else weights[:, None] * mask).astype(np.float32)
+
+
+def _divisors(lengths: np.ndarray, aggregation: str, groups: np.ndarray | None, limit: int | None) -> np.ndarray:
+    """Return 1 / c of each completion; any number for completions without tokens."""
+    completions = np.full_like(lengths, np.count_nonzero(lengths))
+    if aggregation == "token":
+        return np.full_like(lengths, lengths.sum())
+    if aggregation == "sequence":
+        return completions * lengths
+    if limit is not None:
+        check_integer("limit", limit)
+        return completions * limit
+    if groups is not None:
+        _, group = np.unique(groups, return_inverse=True)
+        sizes = np.bincount(group, lengths)
+        return np.count_nonzero(sizes) * sizes[group]
+    return completions

@@ -1,4 +1,4 @@
-"""Loss of a student that learns from a teacher's distributions, of the teacher itself or of its likeliest tokens."""
+"""Distillation loss: divergence from a teacher's distributions, or from its stored most likely tokens."""
 
 import dataclasses
 import functools
@@ -28,21 +28,21 @@ from eqx_decoders.training.step.zigzag import in_context_order
 
 
 class DistillObjective(eqx.Module):
-    """Loss of a student, `mean over targets of alpha T^2 divergence + (1 - alpha) cross-entropy` (Hinton et al. 2015).
+    """Distillation loss, `mean over targets of alpha T^2 divergence + (1 - alpha) cross-entropy` (Hinton et al. 2015).
 
-    Targets and their weights are those of the loss of next tokens: of a conversation what the assistant says, of a
-    batch of answers that the student drew (`Batch.loss_mask`) these answers. Routers are balanced as there.
+    Targets and their weights are those of next-token prediction: the assistant's tokens of a conversation, or the
+    sampled tokens of a batch of completions (`Batch.loss_mask`). Routers are balanced as in next-token prediction.
 
     **Arguments:**
 
-    - `teacher`: a model with the student's vocabulary, whose distribution is computed in each step; of heads of two
-        sizes the ids that both have count. None: `Signals.top_ids` and `top_log_probs` are a teacher's likeliest
-        tokens, at the same temperature.
-    - `divergence`: of the student from the teacher.
-    - `temperature`: softens both distributions.
+    - `teacher`: a model with the student's vocabulary, whose distribution is computed in each step. If the output heads
+        have different sizes, the ids of both are compared. None: `Signals.top_ids` and `top_log_probs` hold a teacher's
+        most likely tokens at the same temperature.
+    - `divergence`: divergence of the student from the teacher.
+    - `temperature`: temperature of both distributions.
     - `alpha`: weight of the divergence.
-    - `hidden`: distance of hidden states from those of `teacher`, which is added by its weight.
-    - `projection`: of the student's hidden states; a `Trainer` makes and trains it where `hidden` has one.
+    - `hidden`: distance from the hidden states of `teacher`, added with its weight.
+    - `projection`: projection of the student's hidden states. A `Trainer` creates and trains it if `hidden` has one.
     """
 
     teacher: Decoder | None = None
@@ -57,27 +57,29 @@ class DistillObjective(eqx.Module):
         self.divergence.checked()
         check_number("DistillObjective.temperature", self.temperature, above=0.0)
         check_number("DistillObjective.alpha", self.alpha, minimum=0.0, maximum=1.0)
-        rule = "compares with all of a teacher's layers: give DistillObjective.teacher, too"
-        check(self.teacher is not None or self.hidden.weight == 0, f"HiddenStates.weight={self.hidden.weight} {rule}.")
+        check(
+            self.teacher is not None or self.hidden.weight == 0,
+            f"HiddenStates.weight={self.hidden.weight} needs DistillObjective.teacher, whose layers are compared.",
+        )
 
     def __call__(
         self, model: Decoder, batch: Batch, *, key: PRNGKeyArray | None, full_batch: Batch
     ) -> tuple[Float32[Array, ""], LossMetrics]:
-        """Compute the sum over the targets."""
+        """Compute the sum over the targets of a microbatch."""
         model = model.replace(layer_streams=self.hidden.weight > 0)
         more = functools.partial(self._terms, model, key)
         return token_loss_sum(model, batch, key=key, full_batch=full_batch, nll_weight=1.0 - self.alpha, more=more)
 
     def new_weights(self, model: Decoder, *, key: PRNGKeyArray) -> HiddenProjection | None:
-        """Make the projection of hidden states; None where there is none."""
+        """Create the projection of hidden states; None without a projection."""
         return self.hidden.new_projection(model, self.teacher, key=key)
 
     def with_weights(self, weights: HiddenProjection) -> "DistillObjective":
-        """Return the loss with a projection of hidden states."""
+        """Return the loss with these weights of the projection."""
         return dataclasses.replace(self, projection=weights)
 
     def figures(self, sums: dict[str, Float32[Array, ""]]) -> dict[str, Float32[Array, ""]]:
-        """Return the means over the targets: of the divergence, and of the distance of hidden states."""
+        """Return means over the targets: `divergence` and `hidden_distance`."""
         tokens = jnp.maximum(sums["tokens"], 1.0)
         return {name: total / tokens for name, total in sums.items() if name != "tokens"}
 
@@ -86,47 +88,47 @@ class DistillObjective(eqx.Module):
     ) -> tuple[Float32[Array, ""], dict[str, Float32[Array, ""]]]:
         hidden, weights = model.head_input(forward.hidden, key=key), forward.weights
 
-        def total(each: Array) -> Float32[Array, ""]:
-            return jnp.sum(weights * jnp.where(weights != 0, each, 0.0))
+        def weighted_sum(values: Array) -> Float32[Array, ""]:
+            return jnp.sum(weights * jnp.where(weights != 0, values, 0.0))
 
         if self.teacher is None:
-            sums = {"divergence": total(self._of_top(model, hidden, forward))}
+            sums = {"divergence": weighted_sum(self._top_divergence(model, hidden, forward))}
         else:
             teacher = self.teacher.replace(layer_streams=self.hidden.weight > 0)
-            theirs, streams = read_by(teacher, forward.batch)
-            sums = {"divergence": total(self._of_teacher(teacher, model, hidden, theirs))}
-            if streams is not None and forward.streams is not None:
-                mine, other = (jnp.asarray(each) for each in zip(*self.hidden.pairs(model, teacher), strict=True))
-                students = forward.streams[mine]
+            teacher_hidden, teacher_streams = head_input_and_streams(teacher, forward.batch)
+            sums = {"divergence": weighted_sum(self._teacher_divergence(teacher, model, hidden, teacher_hidden))}
+            if teacher_streams is not None and forward.streams is not None:
+                layers, teacher_layers = map(jnp.asarray, zip(*self.hidden.pairs(model, teacher), strict=True))
+                streams = forward.streams[layers]
                 if self.projection is not None:
-                    students = self.projection(students, model.execution.layout)
-                sums["hidden_distance"] = total(self.hidden.distances(students, streams[other]))
+                    streams = self.projection(streams, model.execution.layout)
+                distances = self.hidden.distances(streams, teacher_streams[teacher_layers])
+                sums["hidden_distance"] = weighted_sum(distances)
         loss = self.alpha * self.temperature**2 * sums["divergence"]
         loss = loss + self.hidden.weight * sums.get("hidden_distance", 0.0)
         return loss, jax.lax.stop_gradient(sums | {"tokens": jnp.sum(weights)})
 
-    def _of_teacher(self, teacher: Decoder, model: Decoder, hidden: Array, theirs: Array) -> Array:
-        heads = common_ids(model, teacher)
-        forms = [HeadForm(**_form(each, self.temperature)) for each in (model, teacher)]
-        form, teacher_form = forms
+    def _teacher_divergence(self, teacher: Decoder, model: Decoder, hidden: Array, teacher_hidden: Array) -> Array:
+        head, teacher_head = common_ids(model, teacher)
+        form, teacher_form = (HeadForm(**_head_form(m, self.temperature)) for m in (model, teacher))
         return linear_divergence(
-            hidden, heads[0], theirs, heads[1], form=form, teacher_form=teacher_form, divergence=self.divergence
+            hidden, head, teacher_hidden, teacher_head, form=form, teacher_form=teacher_form, divergence=self.divergence
         )
 
-    def _of_top(self, model: Decoder, hidden: Array, forward: Forward) -> Array:
+    def _top_divergence(self, model: Decoder, hidden: Array, forward: Forward) -> Array:
         ids, log_probs = needed(forward.signals, "top_ids", "top_log_probs")
-        students = linear_log_probs(hidden, head_weights(model), ids, **_form(model, self.temperature))
-        return top_divergence(students.log_probs, log_probs, self.divergence)
+        found = linear_log_probs(hidden, head_weights(model), ids, **_head_form(model, self.temperature))
+        return top_divergence(found.log_probs, log_probs, self.divergence)
 
 
-def read_by(teacher: Decoder, batch: Batch) -> tuple[Array, Array | None]:
-    """Run a teacher on a batch, as the student reads it: its head's input, and the streams behind its layers."""
-    in_context_order(teacher.config, teacher.execution, batch)  # refuses layers that go by the order of tokens
-    hidden, stats = _stream_of(teacher, batch)
+def head_input_and_streams(teacher: Decoder, batch: Batch) -> tuple[Array, Array | None]:
+    """Run a teacher on a batch as the student reads it. Returns the input of its head and the outputs of its layers."""
+    in_context_order(teacher.config, teacher.execution, batch)  # refuses layers that depend on the order of tokens
+    hidden, stats = _run(teacher, batch)
     return teacher.head_input(hidden), stats.streams
 
 
-def _stream_of(model: Decoder, batch: Batch) -> tuple[Array, BlockStats]:
+def _run(model: Decoder, batch: Batch) -> tuple[Array, BlockStats]:
     """Run a model without dropout on a batch of text, in the order in which it is read."""
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
     promises = Promises(documents_are_contiguous=batch.contiguous)
@@ -135,7 +137,7 @@ def _stream_of(model: Decoder, batch: Batch) -> tuple[Array, BlockStats]:
 
 
 def common_ids(model: Decoder, teacher: Decoder) -> tuple[HeadWeights, HeadWeights]:
-    """Return both heads, of the ids that both have: rows behind the vocabulary may pad one of them."""
+    """Return both heads with the ids that both have, because one of them may be padded beyond the vocabulary."""
     size = min(model.config.vocab_size, teacher.config.vocab_size)
     return _cut_head(model, size), _cut_head(teacher, size)
 
@@ -148,15 +150,16 @@ def _cut_head(model: Decoder, size: int) -> HeadWeights:
     return HeadWeights(kernel, None if head.bias is None else head.bias[:size])
 
 
-def _form(model: Decoder, temperature: float) -> dict[str, Any]:
-    """Return how a model's hidden states become logits."""
+def _head_form(model: Decoder, temperature: float) -> dict[str, Any]:
+    """Return the options with which hidden states become logits."""
     return head_options(model) | dict(soft_cap=model.config.logit_soft_cap, temperature=temperature)
 
 
 class TopTokens(NamedTuple):
-    """A model's likeliest tokens in the place of each token, and their log-probs, likeliest first.
+    """Most likely tokens at each position and their log-probs, in descending order.
 
-    What `Signals.top_ids` and `top_log_probs` hold: both stand at the token that is predicted, zeros at the first.
+    They are at the position of the token that is predicted, as in `Signals.top_ids` and `top_log_probs`; zeros at the
+    first token.
     """
 
     ids: Int[Array, "batch length top"]
@@ -164,12 +167,12 @@ class TopTokens(NamedTuple):
 
 
 def top_tokens(teacher: Decoder, batch: Batch, *, top: int, temperature: float = 1.0) -> TopTokens:
-    """Compute the `top` likeliest tokens in the place of each token of a batch, at a temperature, in float32.
+    """Compute the `top` most likely tokens at each position of a batch, in float32.
 
-    Outside of `jax.jit` it is compiled, too. Raises ConfigError unless `top` is below the teacher's vocabulary.
+    Outside of `jax.jit` the function is compiled. Raises ConfigError unless `top` is less than the vocabulary size.
     """
     size = teacher.config.vocab_size
-    check(0 < top < size, f"top_tokens: top={top} must be from 1 to {size - 1}, below the vocabulary of {size}.")
+    check(0 < top < size, f"top_tokens: top={top} must be from 1 to {size - 1}, less than the vocabulary size {size}.")
     return _top_tokens(teacher, batch, top, temperature)
 
 
@@ -179,7 +182,7 @@ def _top_tokens(teacher: Decoder, batch: Batch, top: int, temperature: float) ->
     _, weights = next_tokens(batch)
     length, layout = batch.tokens.shape[1], teacher.execution.layout
     batch, real = in_context_order(teacher.config, teacher.execution, batch, weights != 0)
-    hidden, _ = _stream_of(teacher, batch)
+    hidden, _ = _run(teacher, batch)
 
     def of_tile(hidden: Array) -> tuple[Array, Array]:
         log_probs, ids = jax.lax.top_k(jax.nn.log_softmax(teacher.logits(hidden) / temperature), top)

@@ -1,4 +1,4 @@
-"""Distance of a student's hidden states from a teacher's, layer by layer."""
+"""Distance between the hidden states of a student and a teacher, layer by layer."""
 
 import dataclasses
 from typing import Any, Literal
@@ -17,26 +17,23 @@ HiddenDistance = Literal["cosine", "mse"]
 
 
 class HiddenProjection(eqx.Module):
-    """Matrices by which hidden states of a student are compared with those of a teacher, one for each pair of layers.
-
-    They are in float32, whatever the weights are in: there are few of them.
-    """
+    """Projection of a student's hidden states to the teacher's width: a float32 matrix for each pair of layers."""
 
     kernel: Float[AnyArray, "layer_pairs embed teacher_embed"]
 
     def __call__(
         self, streams: Float[Array, "layer_pairs batch length *streams embed"], layout: Layout
     ) -> Float32[Array, "layer_pairs batch length *streams teacher_embed"]:
-        """Compute `x W` of each pair, added up in float32."""
+        """Compute `x W` for each pair, accumulated in float32."""
         kernel = layout.gather_weight(self.kernel, "layer_pairs embed teacher_embed").astype(streams.dtype)
         return jnp.einsum("pbl...e,pef->pbl...f", streams, kernel, preferred_element_type=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HiddenStates(CheckedFields):
-    """Distance of hidden states, which is added to the loss of a student for each target.
+    """Distance between hidden states, added to the loss of each target (Romero et al. 2015).
 
-    It is the mean over pairs of layers, of the stream behind each, at the token before the target (Romero et al. 2015).
+    It is the mean over pairs of layers of the distance between their outputs at the token before the target.
     """
 
     weight: NonNegativeFloat = 0.0
@@ -53,32 +50,44 @@ class HiddenStates(CheckedFields):
     def __post_init__(self):
         super().__post_init__()
         for pair in self.layers:
-            words = pair.split(":")
-            rule = f"distill.hidden.layers={pair!r} must be two numbers of layers, student:teacher, such as 3:7"
-            check(len(words) == 2 and all(word.isdecimal() for word in words), f"{rule}, counted from 0.")
-        plain = self.weight > 0 or dataclasses.replace(self, weight=1.0) == HiddenStates(weight=1.0)
-        rule = "distill.hidden.distance, layers and projection are read with distill.hidden.weight above 0"
-        check(plain, f"{rule}: give it, too.")
+            indices = pair.split(":")
+            check(
+                len(indices) == 2 and all(index.isdecimal() for index in indices),
+                f"distill.hidden.layers={pair!r} must be two layer indices, student:teacher, such as 3:7.",
+            )
+        check(
+            self.weight > 0 or dataclasses.replace(self, weight=1.0) == HiddenStates(weight=1.0),
+            "distill.hidden.distance, layers and projection are only read with distill.hidden.weight above 0: set it, "
+            "too.",
+        )
 
     def pairs(self, student: Any, teacher: Any) -> tuple[tuple[int, int], ...]:
-        """Return the numbers of the layers of two models that are compared.
+        """Return the indices of the layers of student and teacher that are compared.
 
-        Raises ConfigError for models of different widths without a projection, and for layers that they don't have.
+        Raises ConfigError for models of different widths without a projection, and for layers that they do not have.
         """
-        configs = student.config, teacher.config
-        widths, counts = [each.embed_dim for each in configs], [len(each.blocks) for each in configs]
-        rule = f"distill.hidden.projection={self.projection} needs a teacher of the student's width {widths[0]}"
-        check(self.projection or widths[0] == widths[1], f"{rule}, not {widths[1]}: give distill.hidden.projection.")
+        width, teacher_width = student.config.embed_dim, teacher.config.embed_dim
+        count, teacher_count = len(student.config.blocks), len(teacher.config.blocks)
+        check(
+            self.projection or width == teacher_width,
+            f"distill.hidden.projection=False needs a teacher of the student's width {width}, not {teacher_width}: set "
+            "distill.hidden.projection.",
+        )
         if not self.layers:
-            return tuple((index, max(0, (index + 1) * counts[1] // counts[0] - 1)) for index in range(counts[0]))
-        pairs = [tuple(map(int, pair.split(":"))) for pair in self.layers]
-        for index, other in pairs:
-            rule = f"distill.hidden.layers={index}:{other}: the student has {counts[0]} layers, the teacher {counts[1]}"
-            check(index < counts[0] and other < counts[1], f"{rule}, counted from 0.")
-        return tuple((index, other) for index, other in pairs)
+            return tuple((index, max(0, (index + 1) * teacher_count // count - 1)) for index in range(count))
+        pairs = []
+        for pair in self.layers:
+            index, teacher_index = map(int, pair.split(":"))
+            check(
+                index < count and teacher_index < teacher_count,
+                f"distill.hidden.layers={pair} counts layers from 0, but the student has {count} layers and the "
+                f"teacher {teacher_count}.",
+            )
+            pairs.append((index, teacher_index))
+        return tuple(pairs)
 
     def new_projection(self, student: Any, teacher: Any, *, key: PRNGKeyArray) -> "HiddenProjection | None":
-        """Make the projection of a student's hidden states, which keeps their variance; None without one."""
+        """Create a random projection that preserves the variance of hidden states; None without a projection."""
         if self.weight == 0 or not self.projection:
             return None
         width = student.config.embed_dim
@@ -91,13 +100,14 @@ class HiddenStates(CheckedFields):
         teacher: Float[Array, "layer_pairs batch length *streams embed"],
     ) -> Float32[Array, "batch length"]:
         """Compute the mean distance over pairs of layers, in float32."""
-        one, other = (x.astype(jnp.float32) for x in (student, teacher))
+        student, teacher = student.astype(jnp.float32), teacher.astype(jnp.float32)
         if self.distance == "mse":
-            each = jnp.mean(jnp.square(one - other), axis=-1)
+            distances = jnp.mean(jnp.square(student - teacher), axis=-1)
         else:
-            each = 1.0 - jnp.sum(one * other, axis=-1) / jnp.maximum(_norm(one) * _norm(other), 1e-12)
-        return jnp.mean(each, axis=(0, *range(3, each.ndim)))
+            norms = jnp.maximum(_norm(student) * _norm(teacher), 1e-12)
+            distances = 1.0 - jnp.sum(student * teacher, axis=-1) / norms
+        return jnp.mean(distances, axis=(0, *range(3, distances.ndim)))
 
 
 def _norm(x: Array) -> Array:
-    return jnp.sqrt(jnp.maximum(jnp.sum(jnp.square(x), axis=-1), 1e-24))  # a gradient at 0, too
+    return jnp.sqrt(jnp.maximum(jnp.sum(jnp.square(x), axis=-1), 1e-24))  # the gradient at 0 is finite

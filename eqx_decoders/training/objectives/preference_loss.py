@@ -1,4 +1,4 @@
-"""Losses of preferences: of pairs of answers, of answers that are good or bad, and of the scores of a reward model."""
+"""Preference losses: of pairs of completions (DPO and others), of labeled completions (KTO), and of reward models."""
 
 import dataclasses
 import math
@@ -19,19 +19,20 @@ from eqx_decoders.errors import (
     check,
     check_unused,
 )
-from eqx_decoders.training.objectives.answers import masked, masked_sum
+from eqx_decoders.training.objectives.reductions import masked, masked_sum
 
 
 Pairs = Float[Array, "pairs"]
-Answers = Float[Array, "answers"]
+Completions = Float[Array, "completions"]
 Sums = dict[str, Float32[Array, ""]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairLoss(CheckedFields):
-    """Loss of a pair of answers, from c and r: log-probs of the chosen and the rejected one, less the reference's.
+    """Loss of a pair of completions.
 
-    `s` is the sigmoid, and `m = beta (c - r)` the margin.
+    `c` and `r` are the log-probs of the chosen and the rejected completion minus the reference's, `m = beta (c - r)` is
+    the margin, and `s` the sigmoid.
 
     | kind | loss | source |
     |---|---|---|
@@ -41,14 +42,14 @@ class PairLoss(CheckedFields):
     | `ipo` | `(c - r - 1 / (2 beta))^2` | arXiv 2310.12036 |
     | `apo_zero`, `apo_down` | `1 - s(beta c) + s(beta r)`; `s(beta c) + 1 - s(m)` | arXiv 2408.06266 |
     | `nca` | `-log s(beta c) - log s(-beta c) / 2 - log s(-beta r) / 2` | arXiv 2402.05369 |
-    | `bco` | `-log s(beta c - b) - log s(b - beta r)`, b the baseline | arXiv 2404.04656 |
+    | `bco` | `-log s(beta c - b) - log s(b - beta r)`, with the baseline b | arXiv 2404.04656 |
     | `sppo` | `(c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2` | SPPO hard, arXiv 2405.00675 |
     | `exo` | KL of (s(m), s(-m)) from (1 - smoothing, smoothing) | arXiv 2402.00856 |
     | `cpo` | `-log s(m)`, without reference | arXiv 2401.08417 |
     | `simpo` | `-log s(m - gamma)` of means over tokens, without reference | arXiv 2405.14734 |
     | `orpo` | `-beta log s(log odds(c) - log odds(r))` of means over tokens, without reference | arXiv 2403.07691 |
 
-    To each is added `nll_weight` times the negative log-likelihood of the chosen answer, the mean over its tokens.
+    `nll_weight` times the negative log-likelihood of the chosen completion, the mean over its tokens, is added.
     """
 
     kind: Literal[
@@ -72,25 +73,25 @@ class PairLoss(CheckedFields):
     def __post_init__(self):
         super().__post_init__()
         kind, name = _KINDS[self.kind], f"PairLoss.kind={self.kind!r}"
-        names = [field.name for field in dataclasses.fields(self)]
-        others = [name for name in names if name not in PairLoss.__dataclass_fields__]  # of settings with more
-        check_unused(self, "kind", ("beta", "nll_weight", *kind.options, *others))
+        # subclasses add fields of their own, which do not depend on the kind
+        added = [f.name for f in dataclasses.fields(self) if f.name not in PairLoss.__dataclass_fields__]
+        check_unused(self, "kind", ("beta", "nll_weight", *kind.options, *added))
         check(self.kind != "ipo" or self.over is not None, f"{name} needs over='sums' (its paper) or 'tokens' (TRL).")
-        check(self.kind != "exo" or self.smoothing > 0, f"{name} needs a smoothing above 0, such as 1e-3.")
+        check(self.kind != "exo" or self.smoothing > 0, f"{name} needs smoothing above 0, such as 1e-3.")
 
     @property
     def needs_reference(self) -> bool:
-        """Whether log-probs are compared with those of a reference model."""
+        """Whether the loss has a reference model."""
         return self.kind not in ("cpo", "simpo", "orpo")
 
     @property
     def means(self) -> bool:
-        """Whether an answer counts by the mean over its tokens."""
+        """Whether log-probs are averaged over tokens."""
         return self.kind in ("simpo", "orpo") or self.over == "tokens"
 
     @property
     def weight_of_nll(self) -> float:
-        """Weight of the negative log-likelihood of the chosen answer."""
+        """Weight of the negative log-likelihood of the chosen completion."""
         default = 1.0 if self.kind in ("orpo", "cpo") else 0.0
         return default if self.nll_weight is None else self.nll_weight
 
@@ -106,45 +107,45 @@ def pair_loss(
     reference_rejected: Pairs | None = None,
     baseline: Float[Array, ""] | None = None,
 ) -> tuple[Float32[Array, "pairs"], Sums]:
-    """Compute the loss of each pair from the sums of the log-probs of its answers' tokens, and sums for metrics.
+    """Compute the loss of each pair from the summed log-probs of its completions, and sums for metrics.
 
-    A pair of which an answer has no tokens counts for nothing: its loss is 0, and its log-probs may be anything.
+    If one of its completions has no tokens, the loss of a pair is 0, and its log-probs may be anything.
 
     **Arguments:**
 
-    - `chosen`, `rejected`: of the model that is trained; the gradient is with respect to these.
+    - `chosen`, `rejected`: summed log-probs of the trained model. The gradient is with respect to these.
     - `chosen_lengths`, `rejected_lengths`: numbers of tokens.
-    - `reference_chosen`, `reference_rejected`: the same sums of the reference model, if the loss has one.
-    - `baseline`: of `bco` alone, the running mean of all rewards; None: 0.
+    - `reference_chosen`, `reference_rejected`: summed log-probs of the reference model, if the loss has one.
+    - `baseline`: running mean of all rewards, only for `bco`. None: 0.
 
-    **Returns:** losses, and sums over pairs: `pairs`, `correct` (the chosen answer has the larger reward), `margin`,
-    `chosen_reward` and `rejected_reward` (beta times what the loss compares), `chosen_log_prob` and
-    `rejected_log_prob` (sums over tokens).
+    **Returns:** losses, and sums over pairs: `pairs`, `correct` (the chosen completion has the larger reward),
+    `margin`, `chosen_reward` and `rejected_reward` (beta times the compared log-probs), `chosen_log_prob` and
+    `rejected_log_prob` (summed over tokens).
     """
-    references = (reference_chosen is not None) + (reference_rejected is not None)
-    rule = "needs both sums of the reference" if config.needs_reference else "has no reference: leave its sums out"
-    check(references == 2 * config.needs_reference, f"PairLoss.kind={config.kind!r} {rule}.")
+    num_references = (reference_chosen is not None) + (reference_rejected is not None)
+    rule = "needs both log-probs of the reference" if config.needs_reference else "has no reference: leave it out"
+    check(num_references == 2 * config.needs_reference, f"PairLoss.kind={config.kind!r} {rule}.")
     check(baseline is None or config.kind == "bco", f"PairLoss.kind={config.kind!r} has no baseline: leave it out.")
     real = (chosen_lengths > 0) & (rejected_lengths > 0)
     log_probs = [masked(values, real) for values in (chosen, rejected)]
     lengths = [jnp.maximum(count, 1).astype(jnp.float32) for count in (chosen_lengths, rejected_lengths)]
-    likelihoods = log_probs
+    ratios = log_probs
     if reference_chosen is not None and reference_rejected is not None:
         references = (reference_chosen, reference_rejected)
-        likelihoods = [x - masked(y, real) for x, y in zip(log_probs, references, strict=True)]
+        ratios = [x - masked(y, real) for x, y in zip(log_probs, references, strict=True)]
     if config.means:
-        likelihoods = [x / length for x, length in zip(likelihoods, lengths, strict=True)]
+        ratios = [x / length for x, length in zip(ratios, lengths, strict=True)]
     compute = _KINDS[config.kind].loss
-    losses = compute(config, likelihoods[0], likelihoods[1], jnp.float32(0) if baseline is None else baseline)
+    losses = compute(config, ratios[0], ratios[1], jnp.float32(0) if baseline is None else baseline)
     losses = losses - config.weight_of_nll * log_probs[0] / lengths[0]
-    rewards = [config.beta * x for x in likelihoods]
+    rewards = [config.beta * x for x in ratios]
     sums = dict(pairs=real, correct=rewards[0] > rewards[1], margin=rewards[0] - rewards[1])
     sums |= dict(chosen_reward=rewards[0], rejected_reward=rewards[1])
     sums |= dict(chosen_log_prob=log_probs[0], rejected_log_prob=log_probs[1])
     return jnp.where(real, losses, 0.0), {name: masked_sum(value, real) for name, value in sums.items()}
 
 
-# --- each kind: the configuration, c, r and the baseline -> the loss ---
+# --- (config, c, r, baseline) -> loss, for each kind ---
 
 
 def _dpo(config: PairLoss, chosen: Array, rejected: Array, _: Array) -> Array:
@@ -198,14 +199,14 @@ def _orpo(config: PairLoss, chosen: Array, rejected: Array, _: Array) -> Array:
 
 
 def log_odds(log_probs: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Compute `log(p / (1 - p))`, in float32 also of p near 1, and at most 13.8: that of `log p = -1e-6`."""
+    """Compute `log(p / (1 - p))` from `log p`, accurate in float32 for p near 1. At most 13.8, at `log p = -1e-6`."""
     log_probs = jnp.minimum(log_probs, -1e-6)
     return log_probs - jnp.log(-jnp.expm1(log_probs))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """The loss of a kind, and the options that it reads besides beta."""
+    """Loss of a kind, and the options that it reads besides beta."""
 
     loss: Callable[[PairLoss, Array, Array, Array], Array]
     options: tuple[str, ...] = ("over",)
@@ -230,10 +231,12 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KTOLoss(CheckedFields):
-    """Loss of an answer that is desirable or not, `v = beta (log_prob - reference - z)` (KTO, arXiv 2402.01306).
+    """Loss of a labeled completion (KTO, arXiv 2402.01306).
 
-    `desirable_weight * (1 - sigmoid(v))` of a desirable one, `undesirable_weight * (1 - sigmoid(-v))` of another. The
-    weight times the number of desirable answers should be 1 to 4/3 times that of the others.
+    With `v = beta (log_prob - reference - z)`, the loss of a desirable completion is
+    `desirable_weight * (1 - sigmoid(v))`, that of an undesirable one `undesirable_weight * (1 - sigmoid(-v))`. The
+    paper recommends that `desirable_weight` times the number of desirable completions is 1 to 4/3 times
+    `undesirable_weight` times the number of undesirable ones.
     """
 
     beta: PositiveFloat = 0.1
@@ -246,19 +249,20 @@ class KTOLoss(CheckedFields):
 
 def kto_loss(
     config: KTOLoss,
-    log_probs: Answers,
-    reference: Answers,
-    desirable: Bool[Array, "answers"],
+    log_probs: Completions,
+    reference: Completions,
+    desirable: Bool[Array, "completions"],
     *,
-    lengths: Int[Array, "answers"],
-    baseline: Float[Array, ""] | Answers,
-) -> tuple[Float32[Array, "answers"], Sums]:
-    """Compute the loss of each answer from the sums of the log-probs of its tokens, and sums for metrics.
+    lengths: Int[Array, "completions"],
+    baseline: Float[Array, ""] | Completions,
+) -> tuple[Float32[Array, "completions"], Sums]:
+    """Compute the loss of each completion from its summed log-probs, and sums for metrics.
 
-    An answer without tokens counts for nothing: its loss is 0, and its log-probs may be anything. `baseline` is z of
-    `kto_baseline`; it has no gradient.
+    The loss of a completion without tokens is 0, and its log-probs may be anything. `baseline` is z, the estimate of
+    the KL divergence from the reference, `max(0, mean(log_prob - reference))` over completions of other prompts. It has
+    no gradient.
 
-    **Returns:** losses, and sums over answers: `answers`, `desirable`, and `desirable_reward` and
+    **Returns:** losses, and sums over completions: `completions`, `desirable`, and `desirable_reward` and
     `undesirable_reward`, `beta (log_prob - reference)` of each kind.
     """
     real = lengths > 0
@@ -267,22 +271,14 @@ def kto_loss(
     losses = jnp.where(
         desirable, config.desirable_weight * sigmoid(-values), config.undesirable_weight * sigmoid(values)
     )
-    sums = dict(answers=real, desirable=desirable)
+    sums = dict(completions=real, desirable=desirable)
     sums |= dict(desirable_reward=jnp.where(desirable, rewards, 0.0))
     sums |= dict(undesirable_reward=jnp.where(desirable, 0.0, rewards))
     return jnp.where(real, losses, 0.0), {name: masked_sum(value, real) for name, value in sums.items()}
 
 
-def kto_baseline(log_probs: Answers, reference: Answers) -> Float32[Array, ""]:
-    """Compute `z = max(0, mean of log_prob - reference)` over answers of the whole batch, each to another's prompt.
-
-    It estimates the KL divergence of the policy, and has no gradient.
-    """
-    return stop_gradient(relu(jnp.mean((log_probs - reference).astype(jnp.float32))))
-
-
 def pair_figures(sums: Sums) -> Sums:
-    """Return the means over pairs of sums over them."""
+    """Return means over pairs from sums over pairs."""
     pairs = jnp.maximum(sums["pairs"], 1.0)
     names = {"correct": "reward_accuracy", "margin": "reward_margin"}
     means = {names.get(name, name): value / pairs for name, value in sums.items() if name != "pairs"}
@@ -297,10 +293,10 @@ def reward_loss(
     margins: Pairs | None = None,
     centering: float = 0.0,
 ) -> tuple[Float32[Array, "pairs"], Sums]:
-    """Compute `-log sigmoid(c - r - margin) + centering (c + r)^2` of the scores of each pair, and sums for metrics.
+    """Compute `-log sigmoid(c - r - margin) + centering (c + r)^2` from the scores of each pair, and sums for metrics.
 
-    Bradley–Terry, with margins of Llama 2 (arXiv 2307.09288) and centred scores (arXiv 2312.09244). Pairs that are not
-    real count for nothing; None: all are.
+    Bradley–Terry loss, with the margins of Llama 2 (arXiv 2307.09288) and centered scores (arXiv 2312.09244). `real`:
+    which pairs count. None: all pairs.
 
     **Returns:** losses, and sums over pairs: `pairs`, `correct`, `margin` (`c - r`), `chosen_reward`,
     `rejected_reward`.

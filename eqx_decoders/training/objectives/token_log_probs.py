@@ -1,4 +1,4 @@
-"""Log-probs of a batch's tokens under a model, and the signals that belong to its targets."""
+"""Log-probs of the tokens of a batch, and the signals of its targets."""
 
 import dataclasses
 from typing import NamedTuple
@@ -21,14 +21,15 @@ from eqx_decoders.training.step.zigzag import in_context_order, row_order
 
 
 class TargetHidden(NamedTuple):
-    """The stream behind the last block at each token of a batch, and what comes next there.
+    """Hidden states of the last block at each token of a batch, with the targets of these tokens.
+
+    All arrays are in the order in which the model reads the tokens (see `in_context_order`).
 
     **Arguments:**
 
-    - `hidden`: in the order in which the model reads.
-    - `targets`: the id of the next token.
+    - `targets`: id of the next token.
     - `real`: whether there is a target.
-    - `signals`: what belongs to the target; weights and answers are 0 where there is none.
+    - `signals`: signals of the target; weights and completion ids are 0 where there is no target.
     """
 
     hidden: Float[Array, "batch length embed"]
@@ -38,13 +39,13 @@ class TargetHidden(NamedTuple):
 
 
 class TargetLogProbs(NamedTuple):
-    """What a model says of the targets of a batch, each at the place of the token before it.
+    """Log-probs of the targets of a batch, each at the position of the preceding token.
 
     **Arguments:**
 
     - `found`: log-probs, entropies and normalizers.
     - `real`: whether there is a target.
-    - `signals`: what belongs to the target; weights and answers are 0 where there is none.
+    - `signals`: signals of the target; weights and completion ids are 0 where there is no target.
     """
 
     found: LogProbs
@@ -54,14 +55,14 @@ class TargetLogProbs(NamedTuple):
 
 @run_with_auto_axes
 def target_hidden(model: Decoder, batch: Batch) -> TargetHidden:
-    """Compute the stream behind the last block, and line up with it what belongs to the next tokens; no dropout.
+    """Compute the hidden states of the last block, aligned with the signals of the next tokens. There is no dropout.
 
-    Tokens are sent to the experts of `Signals.experts`, where there are any.
+    Tokens are routed to the experts in `Signals.experts`, if present.
     """
     targets, weights = next_tokens(batch)
     signals = Signals() if batch.signals is None else batch.signals
     experts, signals = signals.experts, jax.tree.map(of_next, dataclasses.replace(signals, experts=None))
-    experts = None if experts is None else jnp.asarray(experts)  # of the tokens that are read, not of targets
+    experts = None if experts is None else jnp.asarray(experts)  # of input tokens, not of targets
     ordered = in_context_order(model.config, model.execution, batch, targets, weights != 0, signals, experts)
     batch, targets, real, signals, experts = ordered
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
@@ -74,10 +75,7 @@ def target_hidden(model: Decoder, batch: Batch) -> TargetHidden:
 
 @run_with_auto_axes
 def target_log_probs(model: Decoder, batch: Batch, *, temperature: float = 1.0) -> TargetLogProbs:
-    """Compute the log-probs of all targets of a batch, in float32, at the temperature at which they were drawn.
-
-    There is no dropout: of a policy, the weights that drew an answer and a reference all say what they would again.
-    """
+    """Compute the log-probs of all targets of a batch, in float32, at the sampling temperature. There is no dropout."""
     hidden, targets, real, signals = target_hidden(model, batch)
     found = linear_log_probs(
         model.head_input(hidden),
@@ -91,20 +89,20 @@ def target_log_probs(model: Decoder, batch: Batch, *, temperature: float = 1.0) 
 
 
 def _of_targets(signals: Signals, real: Bool[Array, "batch length"]) -> Signals:
-    """Set weights and answers to 0 where there is no target: what is about the first token of a document."""
+    """Set weights and completion ids to 0 where there is no target, as for the first token of a document."""
 
     def of_targets(x: PyTree) -> PyTree:
         return None if x is None else jnp.where(real, x, jnp.zeros_like(x))
 
-    names = ("policy", "nll", "divergence", "answers")
+    names = ("policy", "nll", "divergence", "completion_ids")
     values = {name: getattr(signals, name) for name in Signals.__dataclass_fields__}
     return Signals(**values | {name: of_targets(values[name]) for name in names})
 
 
 def token_log_probs(model: Decoder, batch: Batch, *, temperature: float = 1.0) -> Float32[Array, "batch length"]:
-    """Compute the log-prob of each token, given those before it, at its own place; 0 where it is no target.
+    """Compute the log-prob of each token given the tokens before it, at its own position; 0 if it is not a target.
 
-    What `Signals.old`, `reference` and `teacher` hold. Outside of `jax.jit` it is compiled, too.
+    `Signals.old`, `reference` and `teacher` hold such log-probs. Outside of `jax.jit` the function is compiled.
     """
     return _token_log_probs(model, batch, temperature)
 
@@ -118,19 +116,19 @@ def _token_log_probs(model: Decoder, batch: Batch, temperature: float) -> Float3
 
 
 def at_tokens(x: Shaped[Array, "batch length *rest"], execution: Execution) -> Shaped[Array, "batch length *rest"]:
-    """Put what stands before each token, in the order in which a model reads, at the token itself; 0 at the first."""
+    """Shift values of targets to the target tokens, and restore the order of the row; 0 at the first token."""
     x = in_row_order(x, execution)
     return jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
 
 
 def in_row_order(x: Shaped[Array, "batch length *rest"], execution: Execution) -> Shaped[Array, "batch length *rest"]:
-    """Put what is in the order in which a model reads in that of the row."""
+    """Restore the order of the row from the order in which the model reads the tokens."""
     order = row_order(execution, x.shape[1])
     return x if order is None else x[:, jnp.argsort(jnp.asarray(order))]
 
 
 def needed(signals: Signals, *names: str) -> tuple[Array, ...]:
-    """Return signals that an objective needs. Raises ConfigError for what is missing."""
+    """Return signals that an objective needs. Raises ConfigError if one is missing."""
     missing = [name for name in names if getattr(signals, name) is None]
     check(not missing, f"Batch.signals needs {', '.join(missing)}: the objective reads {', '.join(names)}.")
     return tuple(jnp.asarray(getattr(signals, name)) for name in names)

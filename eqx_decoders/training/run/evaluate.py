@@ -132,7 +132,7 @@ class HeldOutEvaluation:
         self._close_batches()
         if self.run.is_writer and step:
             with errors_as_warnings("plotting the metrics", step, self.show, local=True):
-                method.draw()
+                method.plot()
 
 
 def describe_evaluation(step: int, total: HeldOut, by_set: dict[str, HeldOut]) -> tuple[MetricsRow, str]:

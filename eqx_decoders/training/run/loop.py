@@ -155,7 +155,7 @@ class TrainingLoop:
             self.step_log,
             trackers,
             self.progress,
-            note=(lambda row: None) if run.method is None else run.method.note,
+            note=(lambda row: None) if run.method is None else run.method.describe_step,
         )
         self.profiler = Profiler(run, self.metrics)
         self.saver = CheckpointSaver(run, self.metrics, wall_time)
@@ -217,7 +217,9 @@ class TrainingLoop:
             self.step_log.take(step, metrics, run.batch_metrics(), started)
 
             is_evaluated = evaluates_after(config, step)
-            is_synchronized = self.saver.is_due(step) or is_evaluated or (run.method is not None and run.method.waits)
+            is_synchronized = (
+                self.saver.is_due(step) or is_evaluated or (run.method is not None and run.method.needs_current_weights)
+            )
             # reading the next batch may raise an error: save and evaluate first
             batch = None if is_synchronized else self.next_batch(state)
             self.metrics.read(step, ahead=0 if is_synchronized else AHEAD)
@@ -256,7 +258,7 @@ class TrainingLoop:
         with errors_as_warnings("plotting the losses", run.config.steps, self.progress.message, local=True):
             plot_losses(run.directory.metrics_file, run.directory.path / "loss.png")
             if run.method is not None:
-                run.method.draw()
+                run.method.plot()
             if loads:
                 plot_loads(loads, run.directory.path / "expert_load.png")
         last = self.step_log.last
@@ -407,7 +409,7 @@ class CheckpointSaver:
                 run.directory.backup.check_owner()
             run.back_up_metrics()
             if run.method is not None:
-                run.method.settle(state)
+                run.method.before_checkpoint(state)
             is_finite = self.metrics.skipped_in_a_row == 0
             run.checkpoints.save(step, state, data_state=data_state, config=settings_json(run.config), drop=is_finite)
 

@@ -214,7 +214,7 @@ class Run:
     def batch_metrics(self) -> MetricsRow:
         """Return metrics of the newest batch: epochs, in total and of each source, and the metrics of the method."""
         epochs = {f"epochs/{name}": epochs for name, epochs in self.data.source_epochs().items()}
-        return epochs | {"epochs": self.data.epochs} | ({} if self.method is None else self.method.figures())
+        return epochs | {"epochs": self.data.epochs} | ({} if self.method is None else self.method.metrics())
 
     def text_model(self, model: Decoder) -> Any:
         """Return the `TextModel` of a model of this run."""

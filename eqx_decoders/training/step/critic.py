@@ -1,4 +1,4 @@
-"""A critic: a second model beside a policy, with a trainer of its own, that learns from the same batches."""
+"""A critic: a second model with a separate trainer, which learns from the batches of the policy."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,15 +15,15 @@ from eqx_decoders.training.step.train_state import StepMetrics, TrainState
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Critic:
-    """A model that is trained beside a policy; its state is `TrainState.critic` of the policy's.
+    """Critic of a policy. Its state is `TrainState.critic` of the policy's state.
 
     **Arguments:**
 
-    - `trainer_by`: makes its trainer by the settings of a run.
-    - `trainer`: that of this run.
-    - `target`: the shapes of the model.
-    - `new_model`: makes it before its first step.
-    - `updates`: its steps on each batch.
+    - `trainer_by`: creates a trainer from the settings of a run.
+    - `trainer`: the trainer of this run.
+    - `target`: shapes of the model.
+    - `new_model`: creates the initial model.
+    - `updates`: number of steps on each batch.
     """
 
     trainer_by: Callable[[Any], Trainer]
@@ -33,15 +33,14 @@ class Critic:
     updates: int
 
     def first_state(self, key: PRNGKeyArray) -> TrainState:
-        """Make the state before the first step."""
+        """Create the state before the first step."""
         return self.trainer.init(self.new_model(), key=jax.random.fold_in(key, 2))
 
     def step(self, trainer: Trainer, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        """Take a step of the policy, then those of the critic; `state`, of both, is donated.
+        """Take a step of the policy and `updates` steps of the critic. `state` holds both and is donated.
 
-        The metrics are the policy's. Its figures also have `value_loss` and what the critic's objective reports, of
-        the last of its steps, with `critic_grad_norm` and `critic_learning_rate`; a step of the critic that is not
-        finite makes the whole step count as one.
+        Returns the policy's metrics, with `value_loss`, the metrics of the critic's objective, `critic_grad_norm` and
+        `critic_learning_rate` of the critic's last step. If any of the steps is not finite, `skipped` is set.
         """
         policy, critic = _parts(state)
         policy, metrics = trainer.step(policy, batch)
@@ -56,7 +55,7 @@ class Critic:
         return dataclasses.replace(policy, critic=critic), metrics
 
     def compile(self, trainer: Trainer, state: TrainState, batch: Batch) -> int | None:
-        """Compile both steps; return the bytes that the larger one needs of a device, where the compiler tells."""
+        """Compile both steps; return the larger memory requirement per device in bytes, if the compiler reports it."""
         policy, critic = _parts(state)
         sizes = trainer.compile(policy, batch), self.trainer.compile(critic, batch)
         return max((size for size in sizes if size is not None), default=None)

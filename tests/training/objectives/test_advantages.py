@@ -1,16 +1,14 @@
-"""Advantages against numbers computed by hand in float64; results are float32, so equal to 1e-6."""
+"""Advantages and weights of tokens against numbers computed by hand in float64; results are float32, equal to 1e-6."""
 
 import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.training.objectives.advantages import (
-    discounted_returns,
     generalized_advantages,
     group_advantages,
     overlong_penalty,
-    pass_at_k,
-    token_rewards,
+    token_weights,
     whiten,
 )
 from tests.compare import assert_allclose, assert_array_equal
@@ -48,7 +46,7 @@ def test_estimators(name):
 
 
 def test_reinforce_plus_plus():
-    """One token an answer; with its baseline the rewards are centred by group first. Long answers count more."""
+    """One token per completion; the baseline centers rewards by group first. Long completions count more."""
     ones = np.ones((8, 1))
     plain = group_advantages(REWARDS, GROUPS, baseline="none")
     assert_array_equal(plain, REWARDS)
@@ -116,27 +114,49 @@ def test_generalized_advantages():
         generalized_advantages(TOKEN_REWARDS, VALUES, 1 - TOKEN_REWARDS)
 
 
-def test_divergence_in_the_reward():
-    kl = np.array([[0.1, -0.2, 0.3, np.nan], [0.1, np.nan, -0.2, 0.3]])
-    mask = np.array([[1, 1, 1, 0], [1, 0, 1, 1]])
-    rewards = token_rewards(np.array([1.0, 1.0]), mask, divergence=kl, beta=0.1)
-    same(rewards, [[-0.01, 0.02, 0.97, 0], [-0.01, 0, 0.02, 0.97]])
-    returns = discounted_returns(rewards, mask)
-    same(returns[0, :3], [0.98, 0.99, 0.97])
-    same(returns[1, [0, 2, 3]], [0.98, 0.99, 0.97])
-    same(discounted_returns(rewards, mask, gamma=0.5)[0], [-0.01 + 0.01 + 0.2425, 0.02 + 0.485, 0.97, 0])
-    assert_array_equal(token_rewards(np.array([2.0, 3.0]), np.array([[1, 0], [0, 0]])), [[2, 0], [0, 0]])
-
-
 def test_overlong_penalty():
     same(overlong_penalty(np.array([5, 6, 7, 9, 10, 11]), 10, 4), [0, 0, -0.25, -0.75, -1, -1])
     with refused(ConfigError, "buffer=11"):
         overlong_penalty(np.array([5]), 10, 11)
 
 
-def test_pass_at_k():
-    for k, want in ((1, 0.25), (2, 0.464286), (4, 0.785714)):
-        same(pass_at_k(np.array([2, 0, 8]), np.array([8, 8, 8]), k), [want, 0, 1])
-    same(pass_at_k(np.array([3]), np.array([4]), 2), [1])  # fewer wrong ones than k
-    with refused(ConfigError, "k=4", "3"):
-        pass_at_k(np.array([1]), np.array([3]), 4)
+LENGTHS = np.array([3, 1, 0, 2])  # the third completion has no tokens, and its prompt none at all
+PROMPTS = np.array(["a", "b", "c", "a"])
+WEIGHTS = {
+    "token": ({}, [1 / 6, 1 / 6, 0, 1 / 6]),
+    "sequence": ({}, [1 / 9, 1 / 3, 0, 1 / 6]),
+    "constant": (dict(limit=4), [1 / 12, 1 / 12, 0, 1 / 12]),
+    "prompt": (dict(groups=PROMPTS), [1 / 10, 1 / 2, 0, 1 / 10]),
+    "sequence_sum": ({}, [1 / 3, 1 / 3, 0, 1 / 3]),
+}
+
+
+@pytest.mark.parametrize("aggregation", WEIGHTS)
+def test_weights_of_lengths_and_of_masks(aggregation):
+    options, want = WEIGHTS[aggregation]
+    of_lengths = token_weights(LENGTHS, aggregation, **options)
+    assert_allclose(of_lengths, want, rtol=1e-6)
+    mask = np.array([[0, 1, 0, 1, 1], [1, 0, 0, 0, 0], [0] * 5, [1, 1, 0, 0, 0]], bool)
+    of_masks = token_weights(mask, aggregation, **options)
+    assert_array_equal(of_masks, mask * of_lengths[:, None])
+    assert of_masks.dtype == np.float32
+
+
+@pytest.mark.parametrize("aggregation", WEIGHTS)
+def test_nothing_to_weigh(aggregation):
+    options, _ = WEIGHTS[aggregation]
+    assert_array_equal(token_weights(np.zeros(4), aggregation, **options), np.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "options", "name"),
+    [
+        pytest.param("sequence", dict(groups=PROMPTS), "'prompt'", id="sequence-with-groups"),
+        pytest.param("prompt", {}, "'prompt'", id="prompt-without-groups"),
+        pytest.param("constant", {}, "'constant'", id="constant-without-limit"),
+        pytest.param("constant", dict(limit=0), "limit=0", id="limit"),
+    ],
+)
+def test_options_of_other_aggregations_are_refused(aggregation, options, name):
+    with refused(ConfigError, name):
+        token_weights(LENGTHS, aggregation, **options)

@@ -43,11 +43,11 @@ def deeper():
 
 
 def batch_of():
-    draws = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     segments = np.tile(np.repeat([1, 2, 0], [7, 6, 3]), (4, 1)).astype(np.int32)
-    tokens = np.where(segments > 0, draws.integers(0, VOCAB, (4, 16)), 0).astype(np.int32)
+    tokens = np.where(segments > 0, rng.integers(0, VOCAB, (4, 16)), 0).astype(np.int32)
     positions = np.tile(np.concatenate([np.arange(7), np.arange(6), np.zeros(3)]), (4, 1)).astype(np.int32)
-    mask = draws.random((4, 16)) < 0.6
+    mask = rng.random((4, 16)) < 0.6
     return Batch(tokens=tokens, segment_ids=segments, positions=positions, loss_mask=mask & (segments > 0))
 
 
@@ -128,8 +128,8 @@ def test_a_teacher_with_the_student_s_weights_has_distance_zero(models):
 @pytest.mark.parametrize("distance", ["cosine", "mse"])
 def test_gradient_of_a_projection_equals_its_formula(distance):
     """The mean over pairs of the distance from x W to t, in float64."""
-    draws, hidden = np.random.default_rng(0), HiddenStates(weight=1.0, distance=distance, projection=True)
-    x, t, w = draws.normal(size=(2, 1, 3, 4)), draws.normal(size=(2, 1, 3, 6)), draws.normal(size=(2, 4, 6))
+    rng, hidden = np.random.default_rng(0), HiddenStates(weight=1.0, distance=distance, projection=True)
+    x, t, w = rng.normal(size=(2, 1, 3, 4)), rng.normal(size=(2, 1, 3, 6)), rng.normal(size=(2, 4, 6))
 
     def mean(kernel):
         streams = HiddenProjection(jnp.float32(kernel))(jnp.float32(x), ed.Layout())

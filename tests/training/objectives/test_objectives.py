@@ -33,15 +33,15 @@ TEMPERATURE = 0.7
 
 
 @functools.cache
-def drawn():
-    """Documents of ids: of each pair the prompt with both answers; and numbers of each token for all signals."""
-    draws = np.random.default_rng(0)
+def sampled():
+    """Documents of ids: of each pair the prompt with both completions; and numbers of each token for all signals."""
+    rng = np.random.default_rng(0)
     documents = []
-    for prompt, *answers in LENGTHS:
-        ids = draws.integers(0, VOCAB, prompt)
-        documents += [np.concatenate([ids, draws.integers(0, VOCAB, size)]) for size in answers]
+    for prompt, *completions in LENGTHS:
+        ids = rng.integers(0, VOCAB, prompt)
+        documents += [np.concatenate([ids, rng.integers(0, VOCAB, size)]) for size in completions]
     prompts = [prompt for prompt, *_ in LENGTHS for _ in range(2)]
-    numbers = [{name: draws.normal(-1, 0.5, len(each)) for name in NUMBERS} for each in documents]
+    numbers = [{name: rng.normal(-1, 0.5, len(each)) for name in NUMBERS} for each in documents]
     return documents, prompts, numbers
 
 
@@ -49,11 +49,11 @@ NUMBERS = ("old", "sampler", "reference", "advantages", "nll", "divergence")
 
 
 def batch_of(rows, length, poison=np.nan):
-    """Pack documents, `rows` of their numbers, and give each token of an answer its signals; others are `poison`."""
-    documents, prompts, numbers = drawn()
+    """Pack documents, `rows` of their numbers, and give each token of a completion its signals; others are `poison`."""
+    documents, prompts, numbers = sampled()
     tokens, segments = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), length), np.int32)
     positions = np.zeros((len(rows), length), np.int32)
-    answers = np.zeros_like(tokens)
+    completions = np.zeros_like(tokens)
     signals = {name: np.full(tokens.shape, poison, np.float32) for name in (*NUMBERS, "policy")}
     for row, members in enumerate(rows):
         begin = 0
@@ -61,20 +61,20 @@ def batch_of(rows, length, poison=np.nan):
             ids = documents[index]
             place = np.s_[row, begin : begin + len(ids)]
             tokens[place], segments[place], positions[place] = ids, number, np.arange(len(ids))
-            answer = np.s_[row, begin + prompts[index] : begin + len(ids)]
-            answers[answer] = number
+            completion = np.s_[row, begin + prompts[index] : begin + len(ids)]
+            completions[completion] = number
             for name in NUMBERS:
-                signals[name][answer] = numbers[index][name][prompts[index] :]
-            signals["policy"][answer] = WEIGHTS[index // 2]
+                signals[name][completion] = numbers[index][name][prompts[index] :]
+            signals["policy"][completion] = WEIGHTS[index // 2]
             begin += len(ids)
     for name in ("policy", "nll", "divergence"):
-        signals[name] = np.where(answers > 0, signals[name], 0.0).astype(np.float32)
+        signals[name] = np.where(completions > 0, signals[name], 0.0).astype(np.float32)
     most = max(map(len, rows))
     return Batch(
         tokens=tokens,
         segment_ids=segments,
         positions=positions,
-        signals=Signals(answers=answers, most_answers=most, **signals),
+        signals=Signals(completion_ids=completions, max_completions=most, **signals),
     )
 
 
@@ -85,11 +85,11 @@ KTO_LABELS = (1, -1, -1, 1, 1, 1, 0, -1)
 
 
 def with_labels(batch, rows):
-    """KTO's signals: labels, weights of answers, and z."""
-    labels, answers = np.zeros(batch.tokens.shape, np.float32), batch.signals.answers
+    """KTO's signals: labels, weights of completions, and z."""
+    labels, completions = np.zeros(batch.tokens.shape, np.float32), batch.signals.completion_ids
     for row, members in enumerate(rows):
         for number, index in enumerate(members, 1):
-            labels[row][answers[row] == number] = KTO_LABELS[index]
+            labels[row][completions[row] == number] = KTO_LABELS[index]
     baseline = np.full(labels.shape, 0.3, np.float32)
     return dataclasses.replace(batch, signals=dataclasses.replace(batch.signals, advantages=labels, baseline=baseline))
 
@@ -104,7 +104,7 @@ GSPO = PolicyObjective(policy=PolicyLoss(kind="gspo"))
 
 def expected(objective, model):
     """The loss by its formula, of the plain log-probs of each document alone."""
-    documents, prompts, numbers = drawn()
+    documents, prompts, numbers = sampled()
     longest = max(map(len, documents))
     logits = model(jnp.asarray([np.pad(ids, (0, longest - len(ids))) for ids in documents], jnp.int32)).logits
 
@@ -156,7 +156,7 @@ def after_a_step(objective, model, batch, **step):
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", [PAIR, POLICY, KTO, SIMPO, GSPO])
 def test_a_step_is_that_of_the_formula(objective):
-    """One answer a row or many, microbatches or none, on one device and on a mesh that splits rows, lengths, out of
+    """One completion a row or many, microbatches or none, on one device and on a mesh that splits rows, lengths, out of
     order, and the vocabulary."""
     model = filled(CONFIG)
 
@@ -215,8 +215,8 @@ def test_on_policy_the_ratio_is_one():
         assert float(figures[name]) == value, name
 
 
-@pytest.mark.slow(fast=("answers", "reference"))
-@pytest.mark.parametrize("name", ["answers", "policy", "reference"])
+@pytest.mark.slow(fast=("completion_ids", "reference"))
+@pytest.mark.parametrize("name", ["completion_ids", "policy", "reference"])
 def test_missing_signals_are_named(name):
     batch = batch_of(ROWS, SHORT)
     batch = dataclasses.replace(batch, signals=dataclasses.replace(batch.signals, **{name: None}))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.training.objectives.advantages import token_weights
 from eqx_decoders.training.objectives.policy_loss import (
     Correction,
     PolicyLoss,
@@ -19,7 +20,6 @@ from eqx_decoders.training.objectives.policy_loss import (
     value_is_clipped,
     value_loss,
 )
-from eqx_decoders.training.objectives.token_weights import token_weights
 from tests.compare import assert_allclose, assert_array_equal
 from tests.errors import refused
 
@@ -28,7 +28,7 @@ REAL = np.array([[1, 1, 1], [1, 0, 0], [1, 1, 0]], bool)
 
 
 def tokens(*numbers: float) -> jax.Array:
-    """Three answers, of three, one and two tokens; padding holds what would spoil any sum."""
+    """Three completions, of three, one and two tokens; padding holds what would spoil any sum."""
     rows = np.array([[np.nan] * 3, [np.nan, -np.inf, np.inf], [np.nan] * 3], np.float32)
     rows[REAL] = numbers
     return jnp.asarray(rows)
@@ -73,24 +73,24 @@ def corrected(kind, **options) -> PolicyLoss:
 
 GSPO = [*[-0.114877] * 3, 0.549574, 0.068228, 0.068228]
 TABLE = {
-    "clip, row": (narrow(), "row", 0.361238, [0, -0.090970, -0.122797, 0.549574, 0, 0.092098]),
+    "clip, sequence": (narrow(), "sequence", 0.361238, [0, -0.090970, -0.122797, 0.549574, 0, 0.092098]),
     "clip": (narrow(), "token", -0.087099, [0, -0.136455, -0.184195, 0.274787, 0, 0.092098]),
     "clip, constant": (narrow(), "constant", -0.043550, [0, -0.068228, -0.092098, 0.137393, 0, 0.046049]),
     "clip higher": (PolicyLoss(), "token", -0.090666, [-0.203567, -0.136455, -0.184195, 0.274787, 0, 0.092098]),
     "dual": (narrow(dual=1.5), "token", -0.111886, [0, -0.136455, -0.184195, 0, 0, 0.092098]),
     "cispo": (narrow(kind="cispo"), "token", 0.472190, [-0.2, -0.136455, -0.184195, 0.2, 0.050544, 0.092098]),
-    "gspo": (narrow(kind="gspo"), "row", 0.341397, GSPO),
-    "gspo, narrow": (narrow(kind="gspo", low=0.03, high=0.04), "row", 0.366609, [*GSPO[:4], 0, 0]),
-    "gspo_token": (narrow(kind="gspo_token"), "row", 0.341397, GSPO),
-    "luspo": (narrow(kind="gspo"), "row_sum", -0.211411, [*[-0.344632] * 3, 0.549574, 0.136455, 0.136455]),
+    "gspo": (narrow(kind="gspo"), "sequence", 0.341397, GSPO),
+    "gspo, narrow": (narrow(kind="gspo", low=0.03, high=0.04), "sequence", 0.366609, [*GSPO[:4], 0, 0]),
+    "gspo_token": (narrow(kind="gspo_token"), "sequence", 0.341397, GSPO),
+    "luspo": (narrow(kind="gspo"), "sequence_sum", -0.211411, [*[-0.344632] * 3, 0.549574, 0.136455, 0.136455]),
     "sapo": (
-        PolicyLoss(kind="sapo"), "row", 0.454300, [-0.134062, -0.090227, -0.122458, 0.490451, 0.048447, 0.091817]
+        PolicyLoss(kind="sapo"), "sequence", 0.454300, [-0.134062, -0.090227, -0.122458, 0.490451, 0.048447, 0.091817]
     ),
     "reinforce": (PolicyLoss(kind="reinforce"), "token", 0.408333, [*[-1 / 6] * 3, 1 / 6, 1 / 12, 1 / 12]),
     "tis": (corrected("tis"), "token", -0.039282, [0, -0.136455, -0.184195, 0.274787, 0, 0.184195]),
     "mask": (corrected("mask"), "token", -0.223477, [0, -0.136455, -0.184195, 0.274787, 0, 0]),
-    "row_tis": (corrected("row_tis"), "token", -0.043608, [0, -0.166667, -0.224976, 0.274787, 0, 0.184195]),
-    "row_mask": (corrected("row_mask"), "token", -0.361137, [0, -0.166667, -0.224976, 0.274787, 0, 0]),
+    "sequence_tis": (corrected("sequence_tis"), "token", -0.043608, [0, -0.166667, -0.224976, 0.274787, 0, 0.184195]),
+    "sequence_mask": (corrected("sequence_mask"), "token", -0.361137, [0, -0.166667, -0.224976, 0.274787, 0, 0]),
     "bypass": (corrected("bypass"), "token", 0.071150, [0, -0.136455, -0.184195, 0.274787, 0, 0.250347]),
 }  # fmt: skip
 
@@ -137,7 +137,7 @@ def test_without_a_sampler_only_its_metrics_are_absent():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [1, 2])
-@pytest.mark.parametrize("aggregation", ["row", "token", "constant"])
+@pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
 def test_sums_of_microbatches_are_the_sum_of_the_batch(aggregation, cut):
     options, halves = dict(limit=4) if aggregation == "constant" else {}, (slice(0, cut), slice(cut, 3))
     whole = run(narrow(), aggregation, **options)
@@ -148,7 +148,7 @@ def test_sums_of_microbatches_are_the_sum_of_the_batch(aggregation, cut):
 
 
 @pytest.mark.slow(fast=("token-0.053749", "constant-0.026874"))
-@pytest.mark.parametrize("aggregation, wrong", [("row", 0.390001), ("token", 0.053749), ("constant", 0.026874)])
+@pytest.mark.parametrize("aggregation, wrong", [("sequence", 0.390001), ("token", 0.053749), ("constant", 0.026874)])
 def test_the_mean_over_microbatches_is_not_the_mean_over_the_batch(aggregation, wrong):
     """With weights computed for each microbatch: rows 1 and 2, and row 3."""
     options, losses = dict(limit=4) if aggregation == "constant" else {}, []
@@ -157,7 +157,7 @@ def test_the_mean_over_microbatches_is_not_the_mean_over_the_batch(aggregation, 
         given = dict(weights=c, advantages=ADVANTAGES[rows], old=OLD[rows])
         losses.append(float(policy_loss(narrow(), POLICY[rows], **given)[0]))
     same(np.mean(losses), wrong)
-    right = {"row": 0.361238, "token": -0.087099, "constant": -0.043550}[aggregation]
+    right = {"sequence": 0.361238, "token": -0.087099, "constant": -0.043550}[aggregation]
     assert abs(wrong - right) > 0.01
 
 
@@ -171,7 +171,7 @@ def test_metrics():
     assert_allclose([sums[name] for name in want], list(want.values()), rtol=1e-6)
     tis = run(corrected("tis"))[2]
     assert_allclose(tis["importance"], importance.sum(), rtol=1e-6)  # before it is truncated
-    assert (run(corrected("mask"))[2]["masked"], run(corrected("row_mask"))[2]["masked"]) == (1, 2)
+    assert (run(corrected("mask"))[2]["masked"], run(corrected("sequence_mask"))[2]["masked"]) == (1, 2)
     assert run(corrected("mask", floor=1.1))[2]["masked"] == 5
     dual = run(narrow(dual=1.5))[2]
     assert (dual["clip_low"], dual["clip_high"], dual["clip"]) == (1, 1, 3)
@@ -197,10 +197,10 @@ def test_reinforce_with_the_samplers_ratio():
 
 
 def test_weights_of_rows_by_their_geometric_mean():
-    gradient = run(corrected("row_tis", row="mean"))[1]
+    gradient = run(corrected("sequence_tis", sequence_weight="mean"))[1]
     factor = np.exp([0.2 / 3] * 3 + [0] + [0.5] * 2)
     same(gradient, factor * TABLE["clip"][3])
-    gradient = run(corrected("row_mask", row="mean", cap=1.2))[1]
+    gradient = run(corrected("sequence_mask", sequence_weight="mean", cap=1.2))[1]
     same(gradient, factor * TABLE["clip"][3] * [1, 1, 1, 1, 0, 0])
 
 
@@ -229,9 +229,9 @@ def test_dppo(options, masked):
 
 
 @pytest.mark.slow
-def test_packed_answers_equal_answers_in_rows():
+def test_packed_completions_equal_completions_in_rows():
     """Tokens of weight 0 do not count."""
-    answers = np.array([[0, 1, 1, 1, 1, 2, 3, 3]], np.int32)
+    completions = np.array([[0, 1, 1, 1, 1, 2, 3, 3]], np.int32)
     real = np.array([[0, 1, 0, 1, 1, 1, 1, 1]], bool)
 
     def pack(rows):
@@ -239,15 +239,15 @@ def test_packed_answers_equal_answers_in_rows():
         row[real] = np.asarray(rows)[REAL]
         return jnp.asarray(row)
 
-    c = jnp.nan_to_num(pack(weights("row")))
+    c = jnp.nan_to_num(pack(weights("sequence")))
     given = dict(advantages=pack(ADVANTAGES), old=pack(OLD), sampler=pack(SAMPLER), weights=c)
-    for config in (narrow(kind="gspo"), corrected("row_tis")):
+    for config in (narrow(kind="gspo"), corrected("sequence_tis")):
 
         def loss(log_probs, config=config):
-            return policy_loss(config, log_probs, answers=jnp.asarray(answers), count=3, **given)[0]
+            return policy_loss(config, log_probs, completion_ids=jnp.asarray(completions), count=3, **given)[0]
 
         value, gradient = jax.value_and_grad(loss)(pack(POLICY))
-        want = run(config, "row")
+        want = run(config, "sequence")
         same(value, want[0])
         same(gradient[real], want[1])
 
@@ -255,7 +255,7 @@ def test_packed_answers_equal_answers_in_rows():
 @pytest.mark.slow
 def test_far_ratios_are_finite():
     far = tokens(-100, -1, -2, -0.1, -1.5, -0.4)
-    for config in (narrow(), narrow(kind="gspo"), corrected("row_tis"), PolicyLoss(kind="sapo")):
+    for config in (narrow(), narrow(kind="gspo"), corrected("sequence_tis"), PolicyLoss(kind="sapo")):
         for given in (dict(old=far, sampler=far), dict(old=far, sampler=SAMPLER), dict(old=OLD, sampler=far)):
             value, gradient, sums = run(config, **given)
             assert np.all(np.isfinite([value, *gradient, *sums.values()]))
@@ -351,7 +351,7 @@ UNREAD = {  # options that another field leaves without effect
     "dual": (PolicyLoss, dict(dual=1.0), {}),  # out of range
     "cap": (Correction, dict(cap=3.0), {}),
     "tis": (Correction, dict(floor=0.5), dict(kind="tis")),
-    "mask": (Correction, dict(row="mean"), dict(kind="mask")),
+    "mask": (Correction, dict(sequence_weight="mean"), dict(kind="mask")),
 }
 
 

@@ -11,27 +11,26 @@ import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.training.objectives.answers import answer_lengths, answer_sums
+from eqx_decoders.training.objectives.advantages import token_weights
 from eqx_decoders.training.objectives.preference_loss import (
     KTOLoss,
     PairLoss,
-    kto_baseline,
     kto_loss,
     log_odds,
     pair_loss,
     reward_loss,
 )
-from eqx_decoders.training.objectives.token_weights import token_weights
+from eqx_decoders.training.objectives.reductions import completion_lengths, completion_sums
 from tests.compare import assert_allclose, assert_array_equal
 from tests.errors import refused
 
 
 NAN = math.nan
-# a prompt's token, the chosen answer, the rejected one, padding
+# a prompt's token, the chosen completion, the rejected one, padding
 LOG_PROBS = np.array(
     [[NAN, -0.5, -1, -0.25, -0.75, -1.5, NAN, NAN], [NAN, -1.25, -0.5, -0.5, -0.25, -0.75, -1, NAN]], np.float32
 )
-ANSWERS = np.array([[0, 1, 1, 1, 2, 2, 0, 0], [0, 1, 1, 2, 2, 2, 2, 0]], np.int32)
+COMPLETION_IDS = np.array([[0, 1, 1, 1, 2, 2, 0, 0], [0, 1, 1, 2, 2, 2, 2, 0]], np.int32)
 REFERENCE = dict(reference_chosen=jnp.asarray([-2.0, -1.5]), reference_rejected=jnp.asarray([-2.0, -3.0]))
 LENGTHS = dict(chosen_lengths=jnp.asarray([3, 2]), rejected_lengths=jnp.asarray([2, 4]))
 FIRST = ((0, 1), (1, 1), (0, 4), (1, 3))  # a token of C1, C2, R1 and R2
@@ -42,19 +41,19 @@ def same(got, want) -> None:
 
 
 def run(config, **changes):
-    """The mean over the pairs, the gradient of a token of each answer, and the sums of metrics."""
+    """The mean over the pairs, the gradient of a token of each completion, and the sums of metrics."""
     given = LENGTHS | (REFERENCE if config.needs_reference else {}) | changes
 
     def loss(log_probs):
-        sums = answer_sums(log_probs, jnp.asarray(ANSWERS), 2)
+        sums = completion_sums(log_probs, jnp.asarray(COMPLETION_IDS), 2)
         losses, metrics = pair_loss(config, sums[:, 0], sums[:, 1], **given)
         return jnp.mean(losses), (losses, metrics)
 
     (value, (losses, metrics)), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(LOG_PROBS))
     tokens = [float(gradient[place]) for place in FIRST]
     for row, number in ((0, 1), (0, 2), (1, 1), (1, 2)):
-        assert np.ptp(gradient[row][ANSWERS[row] == number]) == 0  # the same of each token
-    assert_array_equal(gradient[ANSWERS == 0], 0)
+        assert np.ptp(gradient[row][COMPLETION_IDS[row] == number]) == 0  # the same of each token
+    assert_array_equal(gradient[COMPLETION_IDS == 0], 0)
     return value, np.asarray(tokens), losses, metrics
 
 
@@ -99,7 +98,7 @@ def test_pairs_and_metrics():
     same([metrics[name] for name in want], list(want.values()))
 
 
-def test_pairs_without_an_answer_do_not_count():
+def test_pairs_without_an_completion_do_not_count():
     short = dict(chosen_lengths=jnp.asarray([3, 0]))
     references = dict(reference_chosen=jnp.asarray([-2.0, NAN]))
     for config in (of("sigmoid"), of("ipo", over="tokens"), of("orpo", nll_weight=1.0)):
@@ -119,7 +118,7 @@ def test_equal_policies():
         same(losses, [want] * 2)
 
 
-def test_likelihood_of_the_chosen_answer():
+def test_likelihood_of_the_chosen_completion():
     """A mean over the answer's tokens for each pair (.729167), or over all tokens of the batch with `token_weights`."""
     without = run(of("orpo"))
     value, gradient, _, _ = run(of("orpo", nll_weight=None))
@@ -128,9 +127,9 @@ def test_likelihood_of_the_chosen_answer():
     same(run(of("cpo", nll_weight=None))[0] - run(of("cpo"))[0], 0.729167)
     same(run(of("sigmoid", nll_weight=None))[0], TABLE["DPO"][1])
     same(run(of("sigmoid", nll_weight=0.5))[0], TABLE["DPO"][1] + 0.729167 / 2)
-    for aggregation, want in (("token", 0.7), ("row", 0.729167)):
-        chosen = np.where(ANSWERS == 1, -LOG_PROBS, 0)
-        same(np.sum(token_weights(ANSWERS == 1, aggregation) * chosen), want)
+    for aggregation, want in (("token", 0.7), ("sequence", 0.729167)):
+        chosen = np.where(COMPLETION_IDS == 1, -LOG_PROBS, 0)
+        same(np.sum(token_weights(COMPLETION_IDS == 1, aggregation) * chosen), want)
 
 
 def test_baseline_of_rewards():
@@ -177,7 +176,7 @@ def test_kto(baseline):
     (value, (losses, metrics)), gradient = kto(KTOLoss(beta=0.5), baseline)
     same(value, KTO[baseline][0])
     same(gradient, KTO[baseline][1])
-    want = dict(answers=4, desirable=2, desirable_reward=0, undesirable_reward=0.125)
+    want = dict(completions=4, desirable=2, desirable_reward=0, undesirable_reward=0.125)
     assert metrics.keys() == want.keys()
     same([metrics[name] for name in want], list(want.values()))
     (_, (weighed, _)), _ = kto(KTOLoss(beta=0.5, desirable_weight=3.0, undesirable_weight=0.5), baseline)
@@ -185,15 +184,11 @@ def test_kto(baseline):
     (_, (some, metrics)), slopes = kto(KTOLoss(beta=0.5), baseline, lengths=(3, 0, 2, 4))
     same(some, np.asarray(losses) * [1, 0, 1, 1])
     same(slopes, np.asarray(gradient) * [1, 0, 1, 1])
-    assert (metrics["answers"], metrics["desirable"]) == (3, 1)
+    assert (metrics["completions"], metrics["desirable"]) == (3, 1)
 
 
-def test_kto_baseline():
+def test_the_baseline_of_kto_has_no_gradient():
     policy, reference = jnp.asarray([-3, -2.5, -4, -3.5]), jnp.asarray([-3.2, -2.4, -4.3, -3.4])
-    value, slope = jax.value_and_grad(kto_baseline)(policy, reference)
-    same(value, 0.075)
-    assert_array_equal(slope, 0)
-    assert kto_baseline(reference, policy) == 0
 
     def loss(z, reference):
         desirable, lengths = jnp.asarray([True, False] * 2), jnp.ones(4, jnp.int32)
@@ -260,4 +255,4 @@ def test_unused_and_missing_options_are_refused(make, names):
 
 
 def test_lengths_of_packed_pairs():
-    assert_array_equal(answer_lengths(jnp.asarray(ANSWERS), 2), [[3, 2], [2, 4]])
+    assert_array_equal(completion_lengths(jnp.asarray(COMPLETION_IDS), 2), [[3, 2], [2, 4]])

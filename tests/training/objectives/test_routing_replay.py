@@ -1,4 +1,4 @@
-"""Routing replay: log-probs and gradients of a policy whose tokens go where they were sent when they were drawn."""
+"""Routing replay: log-probs and gradients of a policy whose tokens go where they were sent when they were sampled."""
 
 import dataclasses
 

@@ -20,7 +20,7 @@ from eqx_decoders.serving.http.config import ApiConfig
 from eqx_decoders.serving.http.server import bind, run_in_thread
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.methods.distill_config import DistillConfig
-from eqx_decoders.training.methods.teacher_server import TeacherServer
+from eqx_decoders.training.methods.teachers import TeacherServer
 from eqx_decoders.training.run.load_export import load_run
 from eqx_decoders.training.run.log import read_metrics
 from tests.commands import ROOT, call, steps_of
@@ -181,7 +181,7 @@ def test_a_served_teacher_equals_a_loaded_one(folder):
         assert "logprobs" in err or "--distill.top=60" in err
         server = TeacherServer(address, top=2, vocab_size=10)
         with refused(EqxDecodersError, address, "10"):
-            server.likeliest(np.arange(20, 30, dtype=np.int32))
+            server.top_tokens(np.arange(20, 30, dtype=np.int32))
         with refused(ConfigError, f"distill.teacher={address!r}"):
             server.check_tokens(ByteTokenizer())
     assert_allclose(figures(folder, "served"), figures(folder, "near"), rtol=1e-3, atol=1e-4)

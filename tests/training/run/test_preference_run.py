@@ -9,7 +9,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.sharding.axes import named_leaves
-from eqx_decoders.training.methods.preference_run import FALLING, PreferenceRun
+from eqx_decoders.training.methods.preference import FALLING_STEPS, PreferenceRun
 from eqx_decoders.training.run.load_export import load_run
 from eqx_decoders.training.run.log import read_metrics
 from tests.commands import ROOT, call, steps_of
@@ -141,7 +141,7 @@ def test_a_saved_reference_equals_one_in_memory(folder, method, options, monkeyp
     saving = dict(options)  # save_reference is a flag alone
     run = f"{method} {len(options)} saved"
     train(folder, run, "--preference.save-reference", **(saving | {"steps": 6}))
-    monkeypatch.setattr("eqx_decoders.training.methods.preference_run.load_reference", lambda *_: 1 / 0)
+    monkeypatch.setattr("eqx_decoders.training.methods.preference.load_reference", lambda *_: 1 / 0)
     if method == "dpo":  # KTO's further steps have other answers to other prompts
         train(folder, run, "--preference.save-reference", **saving)
     held, saved = (np.array(figures(folder, name)) for name in (f"{method} {len(options)} held", run))
@@ -186,7 +186,7 @@ def test_averaged_weights_as_the_reference(folder):
         pytest.param(
             {"preference__kind": "simpo", "more": "--preference.save-reference"},
             2,
-            ["--preference.save-reference=True", "--preference.reference="],
+            ["--preference.save-reference=True", "--preference.kind='simpo'"],
             id="save-reference",
         ),
         pytest.param({"step__z_loss": 0.1}, 2, ["--step.z-loss=0.1", "--method='dpo'"], id="z_loss"),
@@ -204,7 +204,7 @@ def test_bad_settings_are_refused(folder, changes, code, names):
 
 def test_a_warning_after_many_steps_with_falling_rewards():
     run = PreferenceRun.__new__(PreferenceRun)
-    run._kind, run._falling = "base", 0
-    rewards = [-1.0] * (FALLING - 1) + [1.0] + [-1.0] * (2 * FALLING)
-    warnings = [run.note({"chosen_reward": reward}) for reward in rewards]
-    assert [number for number, text in enumerate(warnings) if text] == [2 * FALLING - 1]
+    run._kind, run._falling_steps = "base", 0
+    rewards = [-1.0] * (FALLING_STEPS - 1) + [1.0] + [-1.0] * (2 * FALLING_STEPS)
+    warnings = [run.describe_step({"chosen_reward": reward}) for reward in rewards]
+    assert [number for number, text in enumerate(warnings) if text] == [2 * FALLING_STEPS - 1]

@@ -17,7 +17,7 @@ from eqx_decoders.model.decoder_config import with_scores
 from eqx_decoders.model.init import add_score_head
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.objectives.preference_loss import reward_loss
-from eqx_decoders.training.objectives.reward_scores import RewardObjective, reward_scores
+from eqx_decoders.training.objectives.scores import RewardObjective, reward_scores
 from eqx_decoders.training.run.load_export import load_run
 from eqx_decoders.training.run.log import read_metrics
 from tests.commands import ROOT, call, steps_of
@@ -47,12 +47,12 @@ def batch_of(margins=False):
     segments = np.array([[1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 0, 0], [1, 1, 1, 1, 1, 1, 2, 2, 2, 0, 0, 0, 0, 0, 0]])
     baseline = np.where(ANSWERS > 0, np.where(ANSWERS > 2, 0.5, 0.25), 0).astype(np.float32) if margins else None
     weights = np.where(ANSWERS > 0, 1 / 3, 0).astype(np.float32)
-    signals = Signals(answers=ANSWERS, policy=weights, baseline=baseline, most_answers=4)
+    signals = Signals(completion_ids=ANSWERS, policy=weights, baseline=baseline, max_completions=4)
     tokens = np.where(segments > 0, draws.integers(0, VOCAB, ANSWERS.shape), 0)
     return Batch(tokens=tokens, segment_ids=segments, signals=signals)
 
 
-ENDS = {(0, 1): 2, (0, 2): 6, (0, 3): 10, (0, 4): 12, (1, 1): 5, (1, 2): 8}  # row and number: the last token
+EPISODE_ENDS = {(0, 1): 2, (0, 2): 6, (0, 3): 10, (0, 4): 12, (1, 1): 5, (1, 2): 8}  # row and number: the last token
 
 
 def test_a_score_is_read_at_the_last_token_of_its_answer():
@@ -61,7 +61,7 @@ def test_a_score_is_read_at_the_last_token_of_its_answer():
     found = reward_scores(model, batch)
     every = model(batch.tokens, segment_ids=batch.segment_ids)
     want = np.zeros((2, 4), np.float32)
-    for (row, number), place in ENDS.items():
+    for (row, number), place in EPISODE_ENDS.items():
         want[row, number - 1] = every.logits[row, place, 0]
     assert found.shape == (2, 4) and found.dtype == jnp.float32
     assert_close(found, want)

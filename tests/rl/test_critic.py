@@ -15,9 +15,9 @@ from eqx_decoders.data.prompt_batches import Prompt
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints, load_weights
 from eqx_decoders.model.decoder_config import with_scores
 from eqx_decoders.model.init import add_score_head
-from eqx_decoders.rl.answer_batch import AnswerPacker
-from eqx_decoders.rl.drawn_answers import JudgedAnswer
-from eqx_decoders.rl.rl_run import RLRun
+from eqx_decoders.rl.completions import Completion
+from eqx_decoders.rl.packing import CompletionPacker
+from eqx_decoders.rl.run import RLRun
 from eqx_decoders.serving.rollouts import Rollout
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.run.load_export import load_run
@@ -26,7 +26,7 @@ from tests.compare import assert_allclose, assert_close
 from tests.errors import assert_names
 from tests.models import VOCAB, filled, rich_decoder
 from tests.rl.test_environment_run import GAMES
-from tests.rl.test_rl_run import BASE, REWARDS, answers_of, train
+from tests.rl.test_run import BASE, REWARDS, completions_of, train
 
 
 CHATS = BASE.parent / "chats"  # has another vocabulary
@@ -97,7 +97,7 @@ def test_microbatches_packing_and_meshes(folder):
     more: Any = dict(rl__kl=0.05, batch_size=8)
     ppo(folder, "one", **more)
     ppo(folder, "mesh", "--mesh.fsdp", 2, "--mesh.context", 2, devices=4, **more)
-    ppo(folder, "parts", "--step.gradient-accumulation-steps", 2, "--rl.answers-per-row", 2, **more)
+    ppo(folder, "parts", "--step.gradient-accumulation-steps", 2, "--rl.completions-per-row", 2, **more)
     for name in ("mesh", "parts"):
         assert_allclose(figures(folder, name), figures(folder, "one"), rtol=1e-3, atol=1e-4)
     assert steps_of(folder / "one")[-1]["k1"] != 0
@@ -110,7 +110,7 @@ def test_microbatches_packing_and_meshes(folder):
         "--rl.critic.learning-rate 0.05",
         "--rl.critic.clip 0.01 --rl.critic.updates 4",
         "--rl.critic.gamma 0.5",
-        "--rl.critic.lam 0.5 --rl.critic.no-bootstrap",  # the bootstrap is that of answers that were cut
+        "--rl.critic.lam 0.5 --rl.critic.no-bootstrap",  # the bootstrap is that of completions that were cut
         "--rl.samples 1 --rl.prompts 12",
         "--lora.rank 2 --rl.kl 0.1",
         "--rl.critic.init-from judge --rl.reward-model judge",
@@ -132,20 +132,20 @@ def test_settings_take_effect(folder, flags):
     assert len(steps_of(folder / name)) == 4
 
 
-def test_values_of_packed_answers_are_read_before_their_tokens():
-    critic, draws = filled(with_scores(rich_decoder(1), 1)), np.random.default_rng(0)
-    answers = []
+def test_values_of_packed_completions_are_read_before_their_tokens():
+    critic, rng = filled(with_scores(rich_decoder(1), 1)), np.random.default_rng(0)
+    completions = []
     for number, (before, count) in enumerate(((3, 3), (1, 1), (4, 2))):
-        tokens = draws.integers(0, VOCAB, count).astype(np.int32)
+        tokens = rng.integers(0, VOCAB, count).astype(np.int32)
         rollout = Rollout(tokens, np.zeros(count, np.float32), np.zeros(count, np.int32), "stop")
-        prompt = Prompt(number, tuple(draws.integers(0, VOCAB, before).tolist()), {"prompt": "1+1"})
-        answers.append(JudgedAnswer(prompt, rollout, "2", 0.0, {"reward": 0.0}, None, 0.25))
-    packer = AnswerPacker(ed.Layout(), choices=[1, 2], seq_len=12, answers_per_row=2)
-    run: Any = types.SimpleNamespace(_packed=packer)
-    found = RLRun._values(run, answers, critic)
-    for answer, values in zip(answers, found, strict=True):
-        tokens = np.asarray([[*answer.prompt.tokens, *answer.rollout.tokens]])
-        assert_close(values.astype(np.float32), critic(tokens).logits[0, len(answer.prompt.tokens) - 1 :, 0])
+        prompt = Prompt(number, tuple(rng.integers(0, VOCAB, before).tolist()), {"prompt": "1+1"})
+        completions.append(Completion(prompt, rollout, "2", 0.0, {"reward": 0.0}, None, 0.25))
+    packer = CompletionPacker(ed.Layout(), row_counts=[1, 2], seq_len=12, completions_per_row=2)
+    run: Any = types.SimpleNamespace(_packer=packer)
+    found = RLRun._values(run, completions, critic)
+    for completion, values in zip(completions, found, strict=True):
+        tokens = np.asarray([[*completion.prompt.tokens, *completion.rollout.tokens]])
+        assert_close(values.astype(np.float32), critic(tokens).logits[0, len(completion.prompt.tokens) - 1 :, 0])
 
 
 @pytest.mark.slow
@@ -155,11 +155,11 @@ def test_a_value_is_read_before_its_token(folder):
     ed.save_hf(scorer, folder / "scorer", tokenizer=BASE)
     ppo(folder, "read", steps=1, rl__critic__init_from=folder / "scorer", rl__critic__gamma=0.5, rl__critic__lam=0.0)
     values, returns = [], []
-    for answer in answers_of(folder, "read", 1).answers:
-        tokens = np.asarray([*answer.prompt.tokens, *answer.rollout.tokens])
-        behind = np.asarray(scorer(tokens[None]).logits[0, len(answer.prompt.tokens) - 1 :, 0])
+    for completion in completions_of(folder, "read", 1).completions:
+        tokens = np.asarray([*completion.prompt.tokens, *completion.rollout.tokens])
+        behind = np.asarray(scorer(tokens[None]).logits[0, len(completion.prompt.tokens) - 1 :, 0])
         values += behind[:-1].tolist()
-        last = answer.reward + 0.5 * behind[-1] * (answer.rollout.finish_reason == "length")
+        last = completion.reward + 0.5 * behind[-1] * (completion.rollout.finish_reason == "length")
         returns += [*(0.5 * behind[1:-1]), last]
     (row,) = steps_of(folder / "read")
     assert row["value"] == pytest.approx(np.mean(values), abs=1e-5) and np.ptp(values) > 0.1
@@ -219,7 +219,7 @@ def test_a_resumed_run_may_change_its_optimizer(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["ppo", "grpo"])
 def test_turns_of_environments(folder, preset):
-    """Rewards of turns, with and without a critic. Tokens of tools have no value and are no targets."""
+    """RewardFunction of turns, with and without a critic. Tokens of tools have no value and are no targets."""
     games = folder / "games"
     games.mkdir(exist_ok=True)
     (games / "rewards.py").write_text(GAMES)
@@ -231,9 +231,9 @@ def test_turns_of_environments(folder, preset):
         ppo(games, name, **settings, **more)
         rows = steps_of(games / name)
         assert all(row["log_prob_gap"] <= 1e-5 and row["turns"] > 1 and row["grad_norm"] > 0 for row in rows)
-        for answer in answers_of(games, name, 1).answers:
-            assert answer.episode is not None and sum(answer.episode.turn_tokens) == answer.length
-            assert sum(answer.episode.turn_rewards) == pytest.approx(answer.reward)
+        for completion in completions_of(games, name, 1).completions:
+            assert completion.episode is not None and sum(completion.episode.turn_tokens) == completion.num_tokens
+            assert sum(completion.episode.turn_rewards) == pytest.approx(completion.reward)
     losses = [[row["grad_norm"] for row in steps_of(games / f"{preset}-{each}")] for each in ("turn", "episode")]
     assert losses[0] != losses[1]
 

@@ -12,9 +12,9 @@ import pytest
 from eqx_decoders.data.prompt_batches import Prompt
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.function_workers import CallResult
-from eqx_decoders.rl.answer_batch import answer_numbers, find_places, pack_answers, row_choices
-from eqx_decoders.rl.drawn_answers import AnswerFiles, JudgedAnswer, StepAnswers
-from eqx_decoders.rl.rewards import Rewards, reward_figures
+from eqx_decoders.rl.completions import Completion, CompletionFiles, StepCompletions
+from eqx_decoders.rl.packing import pack_completions, place_completions, possible_row_counts, step_advantages
+from eqx_decoders.rl.rewards import RewardFunction, reward_metrics
 from eqx_decoders.serving.rollouts import Rollout
 from eqx_decoders.training.methods.rl_config import PRESETS, RLConfig
 from eqx_decoders.training.objectives.policy_loss import PolicyLoss
@@ -22,23 +22,28 @@ from tests.compare import assert_allclose, assert_array_equal
 from tests.errors import refused
 
 
-def answer(group, length, reward=0.0, *, prompt=3, reason: Any = "stop", columns=None):
+def completion(group, length, reward=0.0, *, prompt=3, reason: Any = "stop", columns=None):
     tokens = np.arange(1, length + 1, dtype=np.int32) + 10 * group
     rollout = Rollout(tokens, -0.1 * tokens.astype(np.float32), np.full(length, 4, np.int32), reason)
     record = {"prompt": "1+1", "answer": 2}
     asked = Prompt(group, tuple(range(100, 100 + prompt)), record)
-    return JudgedAnswer(asked, rollout, "2", reward, {"reward": reward} if columns is None else columns, None, 0.25)
+    return Completion(asked, rollout, "2", reward, {"reward": reward} if columns is None else columns, None, 0.25)
 
 
-STEP = [answer(0, 3, 1.0), answer(0, 1, 0.0), answer(1, 2, 1.0), answer(1, 4, math.nan, reason="length", columns={})]
+STEP = [
+    completion(0, 3, 1.0),
+    completion(0, 1, 0.0),
+    completion(1, 2, 1.0),
+    completion(1, 4, math.nan, reason="length", columns={}),
+]
 
 
-def numbers(config, answers=STEP):
-    return answer_numbers(config, answers)
+def numbers(config, completions=STEP):
+    return step_advantages(config, completions)
 
 
 def of_answers(found):
-    """The advantages of answers, all of whose tokens have one."""
+    """The advantages of completions, all of whose tokens have one."""
     assert all(len({*each.tolist()}) == 1 for each in found.advantages)
     return [each[0] for each in found.advantages]
 
@@ -47,11 +52,11 @@ def test_weights_of_a_step():
     plain = numbers(RLConfig(samples=2))
     assert_allclose(of_answers(plain), [0.5, -0.5, 0, 0])
     assert_allclose(plain.weights, [1 / 6, 1 / 6, 1 / 6, 0])  # no reward: not counted
-    assert_allclose(numbers(RLConfig(samples=2, aggregation="row")).weights, [1 / 9, 1 / 3, 1 / 6, 0])
+    assert_allclose(numbers(RLConfig(samples=2, aggregation="sequence")).weights, [1 / 9, 1 / 3, 1 / 6, 0])
     constant = numbers(RLConfig(samples=2, aggregation="constant", max_new_tokens=8))
     assert_allclose(constant.weights, [1 / 24, 1 / 24, 1 / 24, 0])
     assert_allclose(numbers(RLConfig(samples=2, aggregation="prompt")).weights, [1 / 8, 1 / 8, 1 / 4, 0])
-    cut = [answer(0, 3, 1.0, reason="length"), answer(0, 1, 0.0)]
+    cut = [completion(0, 3, 1.0, reason="length"), completion(0, 1, 0.0)]
     masked = numbers(RLConfig(samples=2, truncated="mask"), cut)
     assert_allclose(masked.weights, [0, 1])
     assert_allclose(of_answers(masked), [0, -0.5])  # its reward is compared with
@@ -60,13 +65,15 @@ def test_weights_of_a_step():
     assert abs(tokens.mean()) < 1e-6 and tokens.std(ddof=1) == pytest.approx(1, abs=1e-6)
 
 
-def test_rows_have_the_arrays_of_each_answer():
-    packed = pack_answers(STEP, numbers(RLConfig(samples=2)), choices=[1, 2, 4], seq_len=12, answers_per_row=3)
+def test_rows_have_the_arrays_of_each_completion():
+    packed = pack_completions(
+        STEP, numbers(RLConfig(samples=2)), row_counts=[1, 2, 4], seq_len=12, completions_per_row=3
+    )
     batch: Any = packed.batch
     signals = batch.signals
-    assert batch.tokens.shape == (2, 12) and signals.most_answers == 3
+    assert batch.tokens.shape == (2, 12) and signals.max_completions == 3
     advantages, weights, *_ = numbers(RLConfig(samples=2))
-    for each, advantage, weight, (rows, columns) in zip(STEP, advantages, weights, packed.drawn, strict=True):
+    for each, advantage, weight, (rows, columns) in zip(STEP, advantages, weights, packed.sampled, strict=True):
         length, row, span = len(each.rollout.tokens), rows[0], slice(columns[0], columns[-1] + 1)
         assert batch.tokens[row, span].tolist() == each.rollout.tokens.tolist()
         before = slice(span.start - 3, span.start)
@@ -82,23 +89,36 @@ def test_rows_have_the_arrays_of_each_answer():
 
 
 def test_rows_are_packed():
-    assert find_places([5, 5, 5, 2], rows=2, length=10, most=2) == [(0, 0, 1), (0, 5, 2), (1, 0, 1), (1, 5, 2)]
-    assert find_places([5, 4, 0], [2, 2, 0], rows=2, length=10, most=3) == [(0, 0, 1), (1, 0, 1), (0, 5, 3)]
-    assert find_places([5, 5, 5], rows=1, length=20, most=2) is None
-    assert row_choices(24, 2) == [6, 12, 24] and row_choices(7, 1) == [7] and row_choices(8, 8) == [8]
-    with refused(DataError, "4 answers", "22 tokens", "12"):
-        pack_answers(STEP, numbers(RLConfig(samples=2)), choices=[1], seq_len=12, answers_per_row=3)
+    assert place_completions([5, 5, 5, 2], rows=2, length=10, max_segments=2) == [
+        (0, 0, 1),
+        (0, 5, 2),
+        (1, 0, 1),
+        (1, 5, 2),
+    ]
+    assert place_completions([5, 4, 0], [2, 2, 0], rows=2, length=10, max_segments=3) == [
+        (0, 0, 1),
+        (1, 0, 1),
+        (0, 5, 3),
+    ]
+    assert place_completions([5, 5, 5], rows=1, length=20, max_segments=2) is None
+    assert (
+        possible_row_counts(24, 2) == [6, 12, 24]
+        and possible_row_counts(7, 1) == [7]
+        and possible_row_counts(8, 8) == [8]
+    )
+    with refused(DataError, "4 completions", "22 tokens", "12"):
+        pack_completions(STEP, numbers(RLConfig(samples=2)), row_counts=[1], seq_len=12, completions_per_row=3)
 
 
 def test_files_are_exact(tmp_path):
-    files, found = AnswerFiles(tmp_path / "rollouts"), StepAnswers(STEP, prompts=3, constant=1)
+    files, found = CompletionFiles(tmp_path / "rollouts"), StepCompletions(STEP, num_prompts=3, filtered_groups=1)
     assert files.read(7, "key") is None
     files.write(7, "key", found)
     assert files.path(7).name == "step-000007.jsonl.zst" and files.read(7, "other") is None
     again = files.read(7, "key")
-    assert again is not None and (again.prompts, again.constant) == (3, 1)
-    for one, other in zip(found.answers, again.answers, strict=True):
-        assert one.prompt == other.prompt and (one.text, one.columns) == (other.text, other.columns)
+    assert again is not None and (again.num_prompts, again.filtered_groups) == (3, 1)
+    for one, other in zip(found.completions, again.completions, strict=True):
+        assert one.prompt == other.prompt and (one.text, one.rewards) == (other.text, other.rewards)
         assert one.reward == other.reward or (math.isnan(one.reward) and math.isnan(other.reward))
         for name in ("tokens", "log_probs", "versions"):
             assert_array_equal(getattr(one.rollout, name), getattr(other.rollout, name))
@@ -108,7 +128,9 @@ def test_files_are_exact(tmp_path):
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory):
     path = tmp_path_factory.mktemp("rewards") / "rewards.py"
-    path.write_text("def judge(prompt, answer):\n    return {'exact': answer == '2', 'length': len(answer)}\n")
+    path.write_text(
+        "def judge(prompt, completion):\n    return {'exact': completion == '2', 'length': len(completion)}\n"
+    )
     return f"{path}:judge"
 
 
@@ -116,33 +138,33 @@ def test_rewards_are_weighted_sums(judge):
     weights = ("length=0.1",)
     workers: dict[str, Any] = dict(reward_workers=1, reward_seconds=5.0)
     config = RLConfig(reward=judge, reward_weights=weights, max_new_tokens=8, overlong_buffer=4, **workers)
-    rewards, asked = Rewards(config), answer(0, 6)
-    found = rewards.judged(asked.prompt, asked.rollout, "2", rewards.start(asked.prompt, "2").result())
+    function, asked = RewardFunction(config), completion(0, 6)
+    found = function.completion(asked.prompt, asked.rollout, "2", function.submit(asked.prompt, "2").result())
     assert found.reward == pytest.approx(1 + 0.1 - 0.5) and found.error is None
-    assert found.columns == {"exact": 1.0, "length": 1.0, "overlong": -0.5}
+    assert found.rewards == {"exact": 1.0, "length": 1.0, "overlong": -0.5}
     for result, name in (
         (CallResult(None), None),
         (CallResult(error="it raised"), "it raised"),
         (CallResult("nan"), "nan"),
         (CallResult({"a": None}), "None"),
     ):
-        nothing = rewards.judged(asked.prompt, asked.rollout, "2", result)
-        assert math.isnan(nothing.reward) and not nothing.columns
+        nothing = function.completion(asked.prompt, asked.rollout, "2", result)
+        assert math.isnan(nothing.reward) and not nothing.rewards
         assert nothing.error is None if name is None else name in nothing.error
-    rewards.close()
-    scored = Rewards(RLConfig(reward_model="judge"))  # its score is added to 0
-    assert scored.judged(asked.prompt, asked.rollout, "2", scored.start(asked.prompt, "2").result()).reward == 0
+    function.close()
+    scored = RewardFunction(RLConfig(reward_model="judge"))  # its score is added to 0
+    assert scored.completion(asked.prompt, asked.rollout, "2", scored.submit(asked.prompt, "2").result()).reward == 0
     with refused(ConfigError, f"rl.reward='{judge.replace(':judge', ':no')}'"):
-        Rewards(RLConfig(reward=judge.replace(":judge", ":no")))
+        RewardFunction(RLConfig(reward=judge.replace(":judge", ":no")))
 
 
 def test_figures_of_rewards():
-    found = reward_figures(STEP)
+    found = reward_metrics(STEP)
     assert found["reward"] == pytest.approx(2 / 3) and found["reward_failures"] == 0.25 and found["truncated"] == 0.25
-    assert found["constant_groups"] == 0.5 and found["reward_std_in_groups"] == pytest.approx(0.25)
-    assert found["answer_tokens"] == 2.5 and found["answer_tokens_max"] == 4
-    assert found["answer_tokens_better"] == 2.5 and found["answer_tokens_worse"] == 1
-    assert "reward" not in reward_figures([answer(0, 1, math.nan)])
+    assert found["zero_variance_groups"] == 0.5 and found["reward_std_in_groups"] == pytest.approx(0.25)
+    assert found["completion_tokens"] == 2.5 and found["completion_tokens_max"] == 4
+    assert found["completion_tokens_better"] == 2.5 and found["completion_tokens_worse"] == 1
+    assert "reward" not in reward_metrics([completion(0, 1, math.nan)])
 
 
 def test_copies_have_the_same_fields_and_no_others():

@@ -4,7 +4,7 @@ import pytest
 
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer, with_special_tokens_as_text
-from eqx_decoders.rl.turn_writer import THOUGHTS, TurnWriter, added_from, render_all, rewritten_turns
+from eqx_decoders.rl.turns import REASONING, ConversationEncoder, added_start, render_all, rewritten_turns
 from tests.data.test_chats import FOLDER, template_of
 
 
@@ -17,7 +17,7 @@ TALK = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"
     ("content", "ending", "rendered", "added"),
     [
         ("4", "</>", "<a>4</>\n<u>5", "\n<u>5"),
-        ("4", "", "<a>4</>\n<u>5", "</>\n<u>5"),  # an answer that was cut
+        ("4", "", "<a>4</>\n<u>5", "</>\n<u>5"),  # a completion that was cut
         (" 4 \n", "</>", "<a>4</><u>", "<u>"),
         (" 4\n", "</>", "<a> 4</><u>", "<u>"),
         ("4", "</>", "<a>4<eot><u>", None),  # it ended with another token
@@ -28,7 +28,7 @@ TALK = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"
     ],
 )
 def test_what_a_rendering_adds(content, ending, rendered, added):
-    start = added_from("<a>", content, ending, rendered)
+    start = added_start("<a>", content, ending, rendered)
     assert start is None if added is None else rendered[start:] == added
 
 
@@ -42,39 +42,39 @@ def tokenizer():
     ("name", "written"), [("qwen3", "4<|im_end|>"), ("llama3", "4<|eot_id|>"), ("mistral", " 4</s>")]
 )
 def test_added_tokens_complete_the_tokens_of_the_text(name, written, tokenizer):
-    """For an answer in the tokenizer's own tokens, prompt + answer + added tokens encode the conversation."""
+    """For a completion in the tokenizer's own tokens, prompt + completion + added tokens encode the conversation."""
     template = with_special_tokens_as_text(template_of(name), tokenizer)
     assert template is not None
-    answer, stop = written.split("4")[0] + "4", written.split("4")[1]
+    completion, stop = written.split("4")[0] + "4", written.split("4")[1]
     more = [*TALK[:2], {"role": "user", "content": f"is {stop} the end?"}]
     asked = [Conversation(talk, {}, add_generation_prompt=True) for talk in (TALK[:1], TALK, more)]
     first, second, third = render_all(template, asked)
     assert isinstance(first, Rendered) and isinstance(second, Rendered) and isinstance(third, Rendered)
-    writer = TurnWriter(tokenizer, template)
-    drawn = tokenizer.encode(written, special=True).tolist()
-    assert tokenizer.decode(drawn[-1:]) == ""
+    encoder = ConversationEncoder(tokenizer, template)
+    sampled = tokenizer.encode(written, special=True).tolist()
+    assert tokenizer.decode(sampled[-1:]) == ""
     for rendered in (second, third):
-        added = writer.go_on(first.text, answer, drawn[-1], rendered)
-        assert added is not None and writer.begin(first) + tuple(drawn) + added == writer.begin(rendered)
-        cut = writer.go_on(first.text, answer, None, rendered)
-        assert cut == (drawn[-1], *added)
-    other = next(each for each in range(tokenizer.vocab_size) if tokenizer.decode([each]) == "" and each != drawn[-1])
-    assert writer.go_on(first.text, answer, other, second) is None  # it ended with another token
-    writer.close()
+        added = encoder.encode_added(first.text, completion, sampled[-1], rendered)
+        assert added is not None and encoder.encode(first) + tuple(sampled) + added == encoder.encode(rendered)
+        cut = encoder.encode_added(first.text, completion, None, rendered)
+        assert cut == (sampled[-1], *added)
+    other = next(each for each in range(tokenizer.vocab_size) if tokenizer.decode([each]) == "" and each != sampled[-1])
+    assert encoder.encode_added(first.text, completion, other, second) is None  # it ended with another token
+    encoder.close()
 
 
 def test_thoughts_that_a_template_removes_start_another_part(tokenizer):
     template = template_of("qwen3")
     end = tokenizer.encode("<|im_end|>", special=True).tolist()[0]
-    thought = {"role": "assistant", "content": THOUGHTS + "4"}
+    thought = {"role": "assistant", "content": REASONING + "4"}
     tool = [TALK[0], thought, {"role": "tool", "content": "5"}]
     talks = (TALK[:1], [TALK[0], thought, TALK[2]], tool)
     asked = [Conversation(talk, {}, add_generation_prompt=True) for talk in talks]
     first, second, third = render_all(template, asked)
     assert isinstance(first, Rendered) and isinstance(second, Rendered) and isinstance(third, Rendered)
-    writer = TurnWriter(tokenizer, template)
-    assert writer.go_on(first.text, THOUGHTS + "4", end, second) is None
-    assert writer.go_on(first.text, THOUGHTS + "4", end, third) is not None  # thoughts before a tool's answer stay
+    encoder = ConversationEncoder(tokenizer, template)
+    assert encoder.encode_added(first.text, REASONING + "4", end, second) is None
+    assert encoder.encode_added(first.text, REASONING + "4", end, third) is not None
     assert "reasoning" in rewritten_turns(template)
     assert rewritten_turns(ChatTemplate(source=TRIMS)) == () == rewritten_turns(None)
     rewritten = rewritten_turns(ChatTemplate(source=TRIMS.replace("<a>", "<a>!")))
@@ -82,8 +82,8 @@ def test_thoughts_that_a_template_removes_start_another_part(tokenizer):
 
 
 def test_without_a_template_contents_are_joined():
-    writer = TurnWriter(ByteTokenizer(), None)
-    first, second = (writer.render([Conversation(talk)]).result()[0] for talk in (TALK[:1], TALK))
+    encoder = ConversationEncoder(ByteTokenizer(), None)
+    first, second = (encoder.render([Conversation(talk)]).result()[0] for talk in (TALK[:1], TALK))
     assert isinstance(first, Rendered) and isinstance(second, Rendered)
-    assert writer.begin(first) == (256, *b"2+2") and writer.go_on("2+2", "4", 257, second) == tuple(b"3+3")
-    writer.close()
+    assert encoder.encode(first) == (256, *b"2+2") and encoder.encode_added("2+2", "4", 257, second) == tuple(b"3+3")
+    encoder.close()

@@ -14,7 +14,7 @@ from eqx_decoders.data.signals import Signals
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.model.decoder_config import with_scores
 from eqx_decoders.training.objectives.policy_loss import value_loss
-from eqx_decoders.training.objectives.values import ValueObjective, values_behind
+from eqx_decoders.training.objectives.scores import ValueObjective, token_values
 from tests.compare import assert_close
 from tests.errors import refused
 from tests.models import filled, rich_decoder
@@ -32,24 +32,26 @@ def with_returns(batch: Batch) -> Batch:
     """Old values and returns in place of other signals."""
     signals = batch.signals
     assert signals is not None
-    kept = Signals(policy=signals.policy, values=signals.old, returns=signals.advantages, answers=signals.answers)
-    return dataclasses.replace(batch, signals=dataclasses.replace(kept, most_answers=signals.most_answers))
+    kept = Signals(
+        policy=signals.policy, values=signals.old, returns=signals.advantages, completion_ids=signals.completion_ids
+    )
+    return dataclasses.replace(batch, signals=dataclasses.replace(kept, max_completions=signals.max_completions))
 
 
 def test_values_after_each_token():
     model, batch = critic(), with_returns(batch_of(*FORMS[1]))
-    found = values_behind(model, batch)
+    found = token_values(model, batch)
     arrays = dict(segment_ids=batch.segment_ids, positions=batch.positions)
     assert_close(found, model(batch.tokens, **arrays).logits[..., 0])
     with refused(ConfigError, "DecoderConfig.scores=None"):
-        values_behind(filled(rich_decoder(1)), batch)
+        token_values(filled(rich_decoder(1)), batch)
 
 
 @pytest.mark.slow
 def test_a_step_equals_the_formula():
     model, objective = critic(), ValueObjective(clip=CLIP)
     rows, packed = (with_returns(batch_of(*each)) for each in FORMS)
-    values = values_behind(model, rows)
+    values = token_values(model, rows)
     signals = rows.signals
     assert signals is not None
     weights, old, returns = (jnp.asarray(x)[:, 1:] for x in (signals.policy, signals.values, signals.returns))
@@ -64,6 +66,6 @@ def test_a_step_equals_the_formula():
         assert_close(other_metrics, metrics, units=1024)
         for a, b in zip(jax.tree.leaves(other_new), jax.tree.leaves(new), strict=True):
             assert_close(a, b, units=1024)
-    assert_close(values_behind(placed, place(packed, layout, 2)), values_behind(model, packed), units=256)
+    assert_close(token_values(placed, place(packed, layout, 2)), token_values(model, packed), units=256)
     wider, _ = after_a_step(ValueObjective(clip=10.0), model, rows)
     assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(wider), jax.tree.leaves(new), strict=True))

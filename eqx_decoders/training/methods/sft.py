@@ -1,4 +1,4 @@
-"""What a run on texts and conversations reads."""
+"""Data of method sft: texts and conversations. Method distill reads them, too."""
 
 import contextlib
 
@@ -15,7 +15,7 @@ from eqx_decoders.training.methods.method import MethodStart, OpenedMethod
 
 
 def open_texts(start: MethodStart) -> OpenedMethod:
-    """Open the tokens of the texts of a run, and of each held-out set; all processes make them together."""
+    """Open the tokenized texts of a run and of each held-out set. All processes tokenize them together."""
     data = start.stack.enter_context(make_dataset(start.data, start.tokenizer, **start.options))
     held_out = make_held_out_sets(start.data, start.tokenizer, **start.options)
     for batches in held_out.values():

@@ -14,17 +14,16 @@ from eqx_decoders.data.prompt_batches import Prompt
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
-from eqx_decoders.rl.answer_batch import answer_numbers, pack_answers
-from eqx_decoders.rl.drawn_answers import ENDS, AnswerFiles, StepAnswers
-from eqx_decoders.rl.environments import Environment, checked_beginning, checked_turn
-from eqx_decoders.rl.episodes import EpisodeAnswerer
-from eqx_decoders.rl.rewards import reward_figures
+from eqx_decoders.rl.completions import EPISODE_ENDS, CompletionFiles, StepCompletions
+from eqx_decoders.rl.environments import Environment, EpisodeSampler, parse_reset_result, parse_step_result
+from eqx_decoders.rl.packing import pack_completions, step_advantages
+from eqx_decoders.rl.rewards import reward_metrics
 from eqx_decoders.serving.engine.request import QueueFull, RequestOutput
 from eqx_decoders.serving.engine.sampler import TokenScore
 from eqx_decoders.training.methods.rl_config import RLConfig
 from tests.compare import assert_allclose, assert_array_equal
 from tests.errors import assert_names, refused
-from tests.rl.test_turn_writer import TRIMS
+from tests.rl.test_turns import TRIMS
 
 
 GAMES = """
@@ -32,27 +31,27 @@ import os, random, time
 
 class Sums:
     def reset(self, task, seed):
-        self.task, self.sum, self.answers = task, random.Random(seed).randrange(5), 0
+        self.task, self.sum, self.completions = task, random.Random(seed).randrange(5), 0
         with open(__file__ + ".begun", "a") as file:
             file.write("begun\\n")
         messages = [{"role": "user", "content": f"{self.sum}+"}]
         return {"messages": messages, "tools": [{"type": "function"}]} if task.get("tools_of_game") else messages
-    def step(self, answer):
+    def step(self, completion):
         time.sleep(random.random() * self.task.get("slow", 0))
-        self.answers += 1
-        last = self.answers == 2
+        self.completions += 1
+        last = self.completions == 2
         if last and self.task.get("kind") == "raise":
             raise ValueError("no more")
         if last and self.task.get("kind") == "hang":
             time.sleep(100)
         if last and self.task.get("kind") == "exit":
             os._exit(3)
-        assert answer["message"] == {"role": "assistant", "content": answer["text"]}
-        self.sum += int(answer["text"])
+        assert completion["message"] == {"role": "assistant", "content": completion["text"]}
+        self.sum += int(completion["text"])
         reward = {"none": None, "sum": {"sum": self.sum}}[self.task.get("reward", "sum")]
-        done = self.answers == self.task.get("done", 3)
+        done = self.completions == self.task.get("done", 3)
         messages = [{"role": self.task.get("role", "user"), "content": f"={self.sum}+"}]
-        return dict(messages=messages, reward=reward, done=done, metrics={"left": answer["tokens_left"]})
+        return dict(messages=messages, reward=reward, done=done, metrics={"left": completion["tokens_left"]})
     def close(self):
         with open(__file__ + ".closed", "a") as file:
             file.write("closed\\n")
@@ -67,7 +66,7 @@ def function(task):
 
 
 class Digits:
-    """Engine whose answers are digits, by hashes of prompt and seed, in a random order."""
+    """Engine whose completions are digits, by hashes of prompt and seed, in a random order."""
 
     config: Any = None
 
@@ -113,16 +112,16 @@ def play(games, tasks, *, order=0, samples=2, limit=60, template=None, end=True,
     settings.setdefault("slots", 2)
     config = RLConfig(environment=f"{games}:Sums", reward_seconds=0.5, **settings)
     engine = Digits(order, end=end)
-    answerer = EpisodeAnswerer(config, ByteTokenizer(), template, limit=limit, stop_ids=(257,), engine=engine)
+    sampler = EpisodeSampler(config, ByteTokenizer(), template, max_tokens=limit, stop_ids=(257,), engine=engine)
     prompts = [Prompt(number, (), task) for number, task in enumerate(tasks)]
-    groups = answerer.answer(prompts, samples=samples, temperature=1.0, seed="1/1")
-    answerer.close()
-    assert answerer.tokens == sum(each.length for group in groups for each in group)
+    groups = sampler.sample(prompts, samples=samples, temperature=1.0, seed="1/1")
+    sampler.close()
+    assert sampler.tokens == sum(each.num_tokens for group in groups for each in group)
     return config, groups, closed.read_text().count("closed")
 
 
-def content(answer):
-    return {**answer.to_json(), "seconds": 0}
+def content(completion):
+    return {**completion.to_json(), "seconds": 0}
 
 
 @pytest.mark.slow
@@ -139,41 +138,51 @@ def test_episodes_do_not_depend_on_the_order_of_events(games):
 
 
 def test_tokens_of_an_episode(games):
-    _, ((answer,),), _ = play(games, [{}], samples=1)
-    part = answer.parts[0]
+    _, ((completion,),), _ = play(games, [{}], samples=1)
+    part = completion.segments[0]
     text = bytes(each for each in (*part.context[1:], *part.rollout.tokens) if each < 256).decode()
     numbers = [int(each.partition("=")[0]) for each in text.split("+")]
-    start, drawn = numbers[0], numbers[1:]
-    sums = [start + sum(drawn[: count + 1]) for count in range(3)]
-    assert text == f"{start}+{drawn[0]}={sums[0]}+{drawn[1]}={sums[1]}+{drawn[2]}"
-    digits = part.rollout.tokens[part.drawn & (part.rollout.tokens < 256)].tolist()
-    assert bytes(digits).decode() == "".join(map(str, drawn))
-    assert (part.rollout.tokens == 257).sum() == 3 and part.drawn[part.rollout.tokens == 257].all()
-    assert_allclose(part.rollout.log_probs, np.where(part.drawn, -0.01 * part.rollout.tokens, 0))
-    assert answer.reward == sum(sums) and answer.columns == {"sum": sum(sums)} and answer.length == part.drawn.sum()
-    assert answer.episode is not None and answer.episode.turn_rewards == tuple(sums)
-    ends = np.flatnonzero(part.rollout.tokens[part.drawn] == 257) + 1
-    assert answer.episode.turn_tokens == tuple(np.diff(ends, prepend=0))
+    start, sampled = numbers[0], numbers[1:]
+    sums = [start + sum(sampled[: count + 1]) for count in range(3)]
+    assert text == f"{start}+{sampled[0]}={sums[0]}+{sampled[1]}={sums[1]}+{sampled[2]}"
+    digits = part.rollout.tokens[part.sampled & (part.rollout.tokens < 256)].tolist()
+    assert bytes(digits).decode() == "".join(map(str, sampled))
+    assert (part.rollout.tokens == 257).sum() == 3 and part.sampled[part.rollout.tokens == 257].all()
+    assert_allclose(part.rollout.log_probs, np.where(part.sampled, -0.01 * part.rollout.tokens, 0))
+    assert (
+        completion.reward == sum(sums)
+        and completion.rewards == {"sum": sum(sums)}
+        and completion.num_tokens == part.sampled.sum()
+    )
+    assert completion.episode is not None and completion.episode.turn_rewards == tuple(sums)
+    ends = np.flatnonzero(part.rollout.tokens[part.sampled] == 257) + 1
+    assert completion.episode.turn_tokens == tuple(np.diff(ends, prepend=0))
     left = 60 - len(part.context) - len(part.rollout.tokens)
-    assert answer.episode is not None and answer.episode.metrics == {"left": left} and answer.episode.end == "done"
+    assert (
+        completion.episode is not None
+        and completion.episode.metrics == {"left": left}
+        and completion.episode.end == "done"
+    )
 
 
 def test_the_ends_of_episodes(games):
     ends = []
     each: Any
     for each in (dict(max_turns=2), dict(limit=20)):
-        _, ((answer,),), _ = play(games, [{"done": 9}], samples=1, **each)
-        assert answer.episode is not None and answer.parts[-1].drawn[-1]  # the last answer comes last
-        ends.append((answer.episode.end, answer.rollout.finish_reason))
-        assert sum(part.size for part in answer.parts) <= each.get("limit", 60)
+        _, ((completion,),), _ = play(games, [{"done": 9}], samples=1, **each)
+        assert completion.episode is not None and completion.segments[-1].sampled[-1]  # the last completion comes last
+        ends.append((completion.episode.end, completion.rollout.finish_reason))
+        assert sum(part.size for part in completion.segments) <= each.get("limit", 60)
     assert ends == [("turns", "stop"), ("tokens", "length")]
-    config, ((answer,),), _ = play(games, [{}], samples=1, limit=3)
-    assert "3 tokens" in str(answer.error) and answer.length == 0
-    assert config.longest_answer == 8 * 256 and RLConfig(strict_prefix=True, environment="a.py:A").most_rows == 1
+    config, ((completion,),), _ = play(games, [{}], samples=1, limit=3)
+    assert "3 tokens" in str(completion.error) and completion.num_tokens == 0
+    assert (
+        config.max_completion_tokens == 8 * 256 and RLConfig(strict_prefix=True, environment="a.py:A").max_segments == 1
+    )
 
 
 def test_failures_do_not_affect_other_episodes(games):
-    """The environments of a killed process are made again and replay their answers."""
+    """The environments of a killed process are made again and replay their completions."""
     kinds = ["raise", "hang", "exit"]
     long: Any = {"done": 6}
     more: Any = dict(limit=120, slots=8)
@@ -186,7 +195,7 @@ def test_failures_do_not_affect_other_episodes(games):
     for group, expected in zip(groups[1:4], names, strict=True):
         for each in group:
             assert_names(str(each.error), *expected)
-            assert math.isnan(each.reward) and not each.columns
+            assert math.isnan(each.reward) and not each.rewards
         assert {each.episode.end for each in group if each.episode} == {"error"}
 
 
@@ -194,14 +203,14 @@ def test_failures_do_not_affect_other_episodes(games):
 def test_a_template_that_rewrites_earlier_turns_makes_parts(games):
     _, groups, _ = play(games, [{}, {"done": 1}], template=FORKS, limit=400, end=False, max_new_tokens=2)
     three, one = groups[0][0], groups[1][0]
-    assert [len(each.parts) for each in (three, one)] == [2, 1]
-    first, second = three.parts
-    assert 2 <= first.drawn.sum() < len(first.drawn) and first.drawn[-1] and second.drawn.all()
+    assert [len(each.segments) for each in (three, one)] == [2, 1]
+    first, second = three.segments
+    assert 2 <= first.sampled.sum() < len(first.sampled) and first.sampled[-1] and second.sampled.all()
     assert bytes(second.context).startswith(b"<u>!")
-    found = reward_figures([*groups[0], *groups[1]])
-    assert found["forked_rows"] == 2 and found["turns"] == 2 and found["turns_max"] == 3 and found["truncated"] == 0
-    assert [found[f"ended_{end}"] for end in ENDS] == [1, 0, 0, 0] and "ended_tokens" in found
-    assert found["metric/left"] > 0 and found["answer_tokens"] < 6
+    found = reward_metrics([*groups[0], *groups[1]])
+    assert found["forked_segments"] == 2 and found["turns"] == 2 and found["turns_max"] == 3 and found["truncated"] == 0
+    assert [found[f"ended_{end}"] for end in EPISODE_ENDS] == [1, 0, 0, 0] and "ended_tokens" in found
+    assert found["metric/left"] > 0 and found["completion_tokens"] < 6
     with refused(DataError, "rl.strict_prefix", "task 0", "turn 3"):
         play(games, [{}], template=FORKS, limit=400, end=False, strict_prefix=True)
 
@@ -212,8 +221,8 @@ def test_templates_list_tools(games):
     tasks = [{"tools_of_game": 1, "role": "tool"}, {"tools": [{"name": "a"}, {"name": "b"}]}]
     _, ((first,), (second,)), _ = play(games, tasks, samples=1, template=template, limit=200, max_new_tokens=3)
     assert bytes(first.prompt.tokens).startswith(b"1 tools<u>") and bytes(second.prompt.tokens).startswith(b"2 tools")
-    between = first.rollout.tokens[~first.parts[0].drawn]
-    assert bytes(between.tolist()).count(b"</><t>=") == 2 and len(first.parts) == 1 and "tool: =" in first.text
+    between = first.rollout.tokens[~first.segments[0].sampled]
+    assert bytes(between.tolist()).count(b"</><t>=") == 2 and len(first.segments) == 1 and "tool: =" in first.text
 
 
 @pytest.fixture(scope="module")
@@ -222,56 +231,60 @@ def mixed(games):
     config, groups, _ = play(games, [{}], template=FORKS, limit=400, end=False, max_new_tokens=2)
     _, (short, failed), _ = play(games, [{}, {"kind": "raise"}])
     nothing = play(games, [{}], samples=1, limit=3)[1][0][0]
-    answers = [*groups[0], *short, *failed, nothing]
-    numbered = [each._replace(prompt=each.prompt._replace(number=n // 2)) for n, each in enumerate(answers)]
+    completions = [*groups[0], *short, *failed, nothing]
+    numbered = [each._replace(prompt=each.prompt._replace(number=n // 2)) for n, each in enumerate(completions)]
     return config, numbered
 
 
 def test_rows_of_episodes(mixed):
-    """Each sampled token has its advantage and weight, in all parts; tokens between answers have none."""
-    config, answers = mixed
-    rewards = np.asarray([each.reward for each in answers])
-    numbers = answer_numbers(config, answers)
-    lengths = np.asarray([each.length for each in answers])
+    """Each sampled token has its advantage and weight, in all parts; tokens between completions have none."""
+    config, completions = mixed
+    rewards = np.asarray([each.reward for each in completions])
+    numbers = step_advantages(config, completions)
+    lengths = np.asarray([each.num_tokens for each in completions])
     known = ~np.isnan(rewards)
     assert_allclose(numbers.weights[known], 1 / lengths[known].sum())
     assert numbers.advantages[0][0] == -numbers.advantages[1][0] != 0 and not numbers.weights[~known].any()
-    packed = pack_answers(answers, numbers, choices=[2, 4, 8], seq_len=256, answers_per_row=8)
+    packed = pack_completions(completions, numbers, row_counts=[2, 4, 8], seq_len=256, completions_per_row=8)
     batch: Any = packed.batch
-    marks, signals = np.asarray(batch.signals.answers), batch.signals
+    marks, signals = np.asarray(batch.signals.completion_ids), batch.signals
     assert_array_equal(batch.loss_mask, marks > 0)
     assert not signals.policy[marks == 0].any() and not signals.sampler[marks == 0].any()
     assert signals.policy.sum() == pytest.approx(1) and (marks > 0).sum() == lengths.sum()
-    for answer, places, advantage in zip(answers, packed.drawn, numbers.advantages, strict=True):
-        drawn = np.concatenate([part.rollout.tokens[part.drawn] for part in answer.parts])
-        scores = np.concatenate([part.rollout.log_probs[part.drawn] for part in answer.parts])
-        assert_array_equal(batch.tokens[places], drawn)
+    for completion, places, advantage in zip(completions, packed.sampled, numbers.advantages, strict=True):
+        sampled = np.concatenate([part.rollout.tokens[part.sampled] for part in completion.segments])
+        scores = np.concatenate([part.rollout.log_probs[part.sampled] for part in completion.segments])
+        assert_array_equal(batch.tokens[places], sampled)
         assert_array_equal(signals.sampler[places], scores)
         assert signals.advantages[places].tolist() == advantage.tolist()
-        assert len(drawn) == 0 or len(np.unique(marks[places])) == 1  # ratios of answers are those of whole episodes
-        for part, number in zip(answer.parts, np.unique(batch.segment_ids[places]), strict=len(drawn) > 0):
+        assert (
+            len(sampled) == 0 or len(np.unique(marks[places])) == 1
+        )  # ratios of completions are those of whole episodes
+        for part, number in zip(completion.segments, np.unique(batch.segment_ids[places]), strict=len(sampled) > 0):
             row = places[0][0]
             segment = batch.tokens[row][batch.segment_ids[row] == number]
             assert_array_equal(segment, [*part.context, *part.rollout.tokens])
             positions = batch.positions[row][batch.segment_ids[row] == number]
             assert_array_equal(positions, np.arange(part.size))
-    by_turn = answer_numbers(dataclasses.replace(config, returns="turn"), answers)
+    by_turn = step_advantages(dataclasses.replace(config, returns="turn"), completions)
     assert [len(each) for each in by_turn.advantages] == lengths.tolist()
-    first, other = (each.episode.turn_rewards for each in answers[:2] if each.episode)  # of two parts
+    first, other = (each.episode.turn_rewards for each in completions[:2] if each.episode)  # of two parts
     assert by_turn.advantages[0][-1] == pytest.approx((first[-1] - other[-1]) / 2)
-    row_sums = answer_numbers(RLConfig(samples=2, aggregation="row"), answers)
+    row_sums = step_advantages(RLConfig(samples=2, aggregation="sequence"), completions)
     assert_allclose(row_sums.weights[known] * lengths[known], 1 / known.sum())  # an episode counts once
 
 
 def test_files_of_episodes_are_exact(mixed, tmp_path):
-    _, answers = mixed
-    files = AnswerFiles(tmp_path)
-    files.write(1, "key", StepAnswers(answers, prompts=3))
+    _, completions = mixed
+    files = CompletionFiles(tmp_path)
+    files.write(1, "key", StepCompletions(completions, num_prompts=3))
     again = files.read(1, "key")
-    assert again is not None and [each.to_json() for each in again.answers] == [each.to_json() for each in answers]
-    for one, other in zip(answers, again.answers, strict=True):
-        for mine, theirs in zip(one.parts, other.parts, strict=True):
-            assert mine.context == theirs.context and mine.drawn.dtype == theirs.drawn.dtype == bool
+    assert again is not None and [each.to_json() for each in again.completions] == [
+        each.to_json() for each in completions
+    ]
+    for one, other in zip(completions, again.completions, strict=True):
+        for mine, theirs in zip(one.segments, other.segments, strict=True):
+            assert mine.context == theirs.context and mine.sampled.dtype == theirs.sampled.dtype == bool
             assert_array_equal(mine.rollout.log_probs, theirs.rollout.log_probs)
 
 
@@ -287,7 +300,7 @@ def test_files_of_episodes_are_exact(mixed, tmp_path):
 )
 def test_bad_results_of_reset(value, names):
     with refused(DataError, "reset", *names):
-        checked_beginning(value)
+        parse_reset_result(value)
 
 
 @pytest.mark.parametrize(
@@ -304,14 +317,19 @@ def test_bad_results_of_reset(value, names):
 )
 def test_bad_results_of_step(value, names):
     with refused(DataError, "step", *names):
-        checked_turn(value)
+        parse_step_result(value)
 
 
 def test_results_of_reset_and_step():
     user, tools = {"role": "user", "content": "1"}, [{"type": "function"}]
-    assert checked_beginning({"messages": [user], "tools": tools}) == ([user], {"tools": tools})
-    assert checked_turn({"done": True, "reward": 2}) == ([], {"reward": 2.0}, True, {})
-    assert checked_turn({"messages": [user], "reward": None, "metrics": {"a": 1}}) == ([user], None, False, {"a": 1.0})
+    assert parse_reset_result({"messages": [user], "tools": tools}) == ([user], {"tools": tools})
+    assert parse_step_result({"done": True, "reward": 2}) == ([], {"reward": 2.0}, True, {})
+    assert parse_step_result({"messages": [user], "reward": None, "metrics": {"a": 1}}) == (
+        [user],
+        None,
+        False,
+        {"a": 1.0},
+    )
     assert isinstance(type("Game", (), {"reset": print, "step": print})(), Environment)
 
 
@@ -321,7 +339,7 @@ def test_results_of_reset_and_step():
 def test_bad_classes(games, name, names):
     config = RLConfig(environment=f"{games}:{name}")
     with refused(ConfigError, f"rl.environment='{games}:{name}'", *names):
-        EpisodeAnswerer(config, ByteTokenizer(), None, limit=9, stop_ids=(), engine=None)
+        EpisodeSampler(config, ByteTokenizer(), None, max_tokens=9, stop_ids=(), engine=None)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ import eqx_decoders as ed
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.data.prompt_batches import Prompt, PromptBatches, Prompts
 from eqx_decoders.errors import ConfigError, EqxDecodersError
-from eqx_decoders.rl.drawn_answers import AnswerFiles, JudgedAnswer
-from eqx_decoders.rl.sampler_engine import Drawer, SamplerEngine
-from eqx_decoders.rl.step_draws import StepDraws, draw_figures
+from eqx_decoders.rl.completions import Completion, CompletionFiles
+from eqx_decoders.rl.rollouts import Sampler, SamplerEngine, StepRollouts, sampling_metrics
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.rollouts import Rollout
 from eqx_decoders.training.config import TrainConfig
@@ -29,7 +28,7 @@ from tests.errors import refused
 
 STEPS = 6
 RUN: Any = dict(method="rl", init_from="a", data=DataConfig(path="prompts.jsonl", seq_len=999))
-Drawn = collections.namedtuple("Drawn", "step version prompts")
+Call = collections.namedtuple("Call", "step version prompts")
 
 
 class Engine:
@@ -51,28 +50,28 @@ class Engine:
         return []
 
 
-class Writer(Drawer):
+class FakeSampler(Sampler):
     """Draws the number of the weights; the rewards of every third prompt are the same, and teach nothing."""
 
     def __init__(self, fails: str | None = None, hangs: bool = False):
         super().__init__(SamplerEngine(Engine, EngineConfig()))
-        self.drawn, self.threads, self._fails, self._hangs = [], set(), fails, hangs
+        self.calls, self.threads, self._fails, self._hangs = [], set(), fails, hangs
 
-    def answer(self, prompts, *, samples, temperature, seed):
+    def sample(self, prompts, *, samples, temperature, seed):
         engine: Any = self.engine._engine
         self.threads.add(threading.current_thread().name)
-        self.drawn.append(Drawn(seed, engine.version, tuple(prompt.number for prompt in prompts)))
+        self.calls.append(Call(seed, engine.version, tuple(prompt.number for prompt in prompts)))
         if self._fails == seed:
             raise ValueError("the sampler has lost its devices")
         while self._hangs and threading.current_thread() is not threading.main_thread():
             self.engine.step()
         self.seconds, self.tokens = 1.0, 2
         versions = np.full(2, engine.version, np.int32)
-        return [[self._judged(prompt, each, versions) for each in range(samples)] for prompt in prompts]
+        return [[self._completion(prompt, each, versions) for each in range(samples)] for prompt in prompts]
 
-    def _judged(self, prompt, sample, versions):
+    def _completion(self, prompt, sample, versions):
         rollout = Rollout(versions + prompt.number, np.zeros(2, np.float32), versions, "stop")
-        return JudgedAnswer(prompt, rollout, "", 1.0 if prompt.number % 3 == 0 else float(sample))
+        return Completion(prompt, rollout, "", 1.0 if prompt.number % 3 == 0 else float(sample))
 
     def close(self): ...
 
@@ -89,21 +88,21 @@ def read_weights(monkeypatch):
         computed.append(int(state.step))
         return computed[-1]
 
-    monkeypatch.setattr(StepDraws, "_weights_fingerprint", fingerprint)
+    monkeypatch.setattr(StepRollouts, "_weights_fingerprint", fingerprint)
     return computed
 
 
 class Trained:
     """A run of steps: what they learn from, and what a checkpoint has."""
 
-    def __init__(self, folder, staleness, *, drawer=None, start=0, prompt=0, dynamic=False):
+    def __init__(self, folder, staleness, *, sampler=None, start=0, prompt=0, dynamic=False):
         more: Any = dict(dynamic_sampling=dynamic, max_staleness=staleness)
         rl = RLConfig(reward="r.py:f", prompts=2, samples=2, max_new_tokens=8, **more)
         config = TrainConfig(steps=STEPS, rl=rl, sampler=SamplerConfig(devices=1), **RUN)
         self.prompts = PromptBatches(Prompts([Prompt(0, (1,), {}) for _ in range(4)], 9, 0), count=2, seed=0)
         self.prompts.take(prompt)
-        self.drawer, self.step, self.learned = drawer or Writer(), start, []
-        self.draws = StepDraws(config, self.drawer, self.prompts, AnswerFiles(folder), "k")
+        self.sampler, self.step, self.learned = sampler or FakeSampler(), start, []
+        self.rollouts = StepRollouts(config, self.sampler, self.prompts, CompletionFiles(folder), "k")
 
     @property
     def state(self):
@@ -112,52 +111,54 @@ class Trained:
 
     def run(self, steps=STEPS):
         while self.step < steps:
-            drawn = self.draws.answers(next(self.prompts), self.state)
-            answers = [(a.prompt.number, *a.rollout.tokens, *a.rollout.versions, a.reward) for a in drawn.answers]
-            self.learned.append((answers, self.prompts.get_state()["prompt"], draw_figures(drawn, self.step)))
+            call = self.rollouts.for_step(next(self.prompts), self.state)
+            completions = [
+                (a.prompt.number, *a.rollout.tokens, *a.rollout.versions, a.reward) for a in call.completions
+            ]
+            self.learned.append((completions, self.prompts.get_state()["prompt"], sampling_metrics(call, self.step)))
             self.step += 1
         return self
 
     def versions(self):
-        return [int(drawn.version) for drawn in self.drawer.drawn]
+        return [int(call.version) for call in self.sampler.calls]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_sampling_ahead_uses_the_weights_of_the_step_before(tmp_path, dynamic):
     strict, ahead = (Trained(tmp_path / str(one), one, dynamic=dynamic).run() for one in (0, 1))
-    by_step = {drawn.step: drawn.version for drawn in strict.drawer.drawn}
+    by_step = {call.step: call.version for call in strict.sampler.calls}
     assert [*by_step.values()] == [0, 1, 2, 3, 4, 5]
-    assert {drawn.step: drawn.version for drawn in ahead.drawer.drawn} == dict(
+    assert {call.step: call.version for call in ahead.sampler.calls} == dict(
         zip(by_step, [0, 0, 1, 2, 3, 4], strict=True)
     )
     # in the order of prompts, the same as without a thread, which takes some from the cursor
-    assert [drawn.prompts for drawn in ahead.drawer.drawn] == [drawn.prompts for drawn in strict.drawer.drawn]
+    assert [call.prompts for call in ahead.sampler.calls] == [call.prompts for call in strict.sampler.calls]
     assert [cursor for _, cursor, _ in ahead.learned] == [cursor for _, cursor, _ in strict.learned]
     assert ahead.learned[-1][1] > 2 * STEPS if dynamic else ahead.learned[-1][1] == 2 * STEPS
     for (_, _, figures), age in zip(ahead.learned, [0, 1, 1, 1, 1, 1], strict=True):
         assert figures["staleness"] == figures["staleness_max"] == age and figures["rollout_tokens_per_second"] > 0
     assert all(figures["staleness_max"] == 0 for _, _, figures in strict.learned)
-    assert len(strict.drawer.threads) == 1 and len(ahead.drawer.threads) == STEPS
+    assert len(strict.sampler.threads) == 1 and len(ahead.sampler.threads) == STEPS
 
 
 @pytest.mark.slow(fast=("2-False",))
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("killed", [2, 3, 5])
-def test_a_resumed_run_has_the_answers_of_the_same_weights(tmp_path, killed, dynamic):
-    """Resumed from the checkpoint of step 2, after a kill at that step or while later answers were sampled."""
+def test_a_resumed_run_has_the_completions_of_the_same_weights(tmp_path, killed, dynamic):
+    """Resumed from the checkpoint of step 2, after a kill at that step or while later completions were sampled."""
     whole = Trained(tmp_path / "whole", 1, dynamic=dynamic).run()
     first = Trained(tmp_path / "run", 1, dynamic=dynamic).run(2)
-    first.draws.settle(first.state)
+    first.rollouts.before_checkpoint(first.state)
     checkpoint: Any = dict(start=2, prompt=first.prompts.get_state()["prompt"])
     first.run(killed)
-    first.draws.wait()  # what it had not yet written is lost
+    first.rollouts.wait()  # what it had not yet written is lost
     again = Trained(tmp_path / "run", 1, dynamic=dynamic, **checkpoint).run()
     assert [row[:2] for row in again.learned] == [row[:2] for row in whole.learned[2:]]
-    seeds = [drawn.step for drawn in again.drawer.drawn]
-    assert seeds == [drawn.step for drawn in whole.drawer.drawn if int(drawn.step[2:]) > max(3, killed)]
+    seeds = [call.step for call in again.sampler.calls]
+    assert seeds == [call.step for call in whole.sampler.calls if int(call.step[2:]) > max(3, killed)]
     moved = Trained(tmp_path / "run", 1, dynamic=dynamic, start=2, prompt=checkpoint["prompt"] + 1).run(3)
-    moved.draws.wait()
-    assert next(drawn.step for drawn in moved.drawer.drawn) == "0/4"  # to other prompts
+    moved.rollouts.wait()
+    assert next(call.step for call in moved.sampler.calls) == "0/4"  # to other prompts
     alone = Trained(tmp_path / "other", 1, **checkpoint).run(3)  # without the files: by the weights that there are
     assert alone.versions()[0] == 2
 
@@ -169,29 +170,32 @@ def test_weights_are_read_once_for_each_step(tmp_path, read_weights):
         read_weights.clear()
         for step in range(1, 4):
             trained.run(step)
-            trained.draws.settle(trained.state)
+            trained.rollouts.before_checkpoint(trained.state)
         assert read_weights == ([0, 1, 2] if staleness == 0 else [0, 1, 2, 3])
 
 
 def test_errors_of_the_sampling_thread_are_raised(tmp_path):
-    for name in ("answers", "settle", "wait"):
-        trained = Trained(tmp_path / name, 1, drawer=Writer(fails="0/3"))
+    for name in ("for_step", "before_checkpoint", "wait"):
+        trained = Trained(tmp_path / name, 1, sampler=FakeSampler(fails="0/3"))
         trained.run(2)
-        with refused(ValueError, "the sampler has lost its devices"):  # the error of `Writer`
-            trained.run(3) if name == "answers" else trained.draws.wait() if name == "wait" else trained.draws.settle(
-                trained.state
-            )
-        trained.draws.close()
+        with refused(ValueError, "the sampler has lost its devices"):  # the error of `FakeSampler`
+            if name == "for_step":
+                trained.run(3)
+            elif name == "wait":
+                trained.rollouts.wait()
+            else:
+                trained.rollouts.before_checkpoint(trained.state)
+        trained.rollouts.close()
 
 
 def test_closing_ends_the_sampling_thread(tmp_path):
-    trained = Trained(tmp_path, 1, drawer=Writer(hangs=True)).run(1)
-    thread, ahead = trained.draws._thread, trained.draws._ahead
+    trained = Trained(tmp_path, 1, sampler=FakeSampler(hangs=True)).run(1)
+    thread, ahead = trained.rollouts._thread, trained.rollouts._ahead
     assert thread is not None and ahead is not None and thread.is_alive()
-    trained.draws.close()
+    trained.rollouts.close()
     assert not thread.is_alive()
     with pytest.raises(EqxDecodersError):
-        ahead.answers.result()
+        ahead.completions.result()
 
 
 def test_bad_staleness_is_refused_and_corrected_for():

@@ -12,7 +12,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.data.sources.data_files import zstd_module
 from eqx_decoders.model.weights_fingerprint import weights_fingerprint
-from eqx_decoders.rl.drawn_answers import AnswerFiles
+from eqx_decoders.rl.completions import CompletionFiles
 from eqx_decoders.sharding.axes import named_leaves, replaced
 from eqx_decoders.training.run.load_export import load_run
 from tests.commands import ROOT, call, steps_of
@@ -23,16 +23,16 @@ from tests.errors import assert_names
 BASE = ROOT / "tests" / "fixtures" / "chat_llama"
 REWARDS = """
 import os
-def length(prompt, answer):
+def length(prompt, completion):
     assert not os.path.exists(__file__ + ".closed"), "rewards are not to be computed again"
-    return {"short": 1.0 / (1 + len(answer.strip())), "number": prompt["number"]}
-def hangs(prompt, answer):
+    return {"short": 1.0 / (1 + len(completion.strip())), "number": prompt["number"]}
+def hangs(prompt, completion):
     import time
     if prompt["number"] % 2:
         time.sleep(60)
-    return len(answer)
-def same(prompt, answer):
-    return 1.0 if prompt["number"] % 2 else len(answer)
+    return len(completion)
+def same(prompt, completion):
+    return 1.0 if prompt["number"] % 2 else len(completion)
 """
 
 
@@ -75,8 +75,8 @@ def train(folder, name, *more, code=0, devices=1, **changes):
     return call("train", *words_of(folder, name, *more, **changes), code=code, devices=devices)
 
 
-def answers_of(folder, name, step):
-    files = AnswerFiles(folder / name / "rollouts")
+def completions_of(folder, name, step):
+    files = CompletionFiles(folder / name / "rollouts")
     (key,) = {json.loads(line)["key"] for line in _lines(files.path(step))[:1]}
     found = files.read(step, key)
     assert found is not None
@@ -104,23 +104,23 @@ def whole(folder):
 
 
 @pytest.mark.slow
-def test_answers_are_on_policy(whole):
+def test_completions_are_on_policy(whole):
     rows = steps_of(whole / "whole")
     assert len(rows) == 4
     for row in rows:
         assert row["ratio"] == 1.0 and row["log_prob_gap"] <= 1e-5 and abs(row["importance"] - 1) < 1e-4
         assert row["reward"] > 0 and row["reward/number"] >= 0 and row["reward_failures"] == 0
-        assert row["constant_groups"] < 1 and row["grad_norm"] > 0 and row["answer_tokens_max"] <= 6
-    steps = [answers_of(whole, "whole", step).answers for step in range(1, 5)]
-    assert [[each.prompt.number for each in answers[::4]] for answers in steps] == [[0, 1, 2], [3, 4, 5], [6, 7, 8],
-                                                                                  [9, 10, 11]]  # fmt: skip
-    versions = [{int(version) for each in answers for version in each.rollout.versions} for answers in steps]
+        assert row["zero_variance_groups"] < 1 and row["grad_norm"] > 0 and row["completion_tokens_max"] <= 6
+    steps = [completions_of(whole, "whole", step).completions for step in range(1, 5)]
+    prompts = [[each.prompt.number for each in completions[::4]] for completions in steps]
+    assert prompts == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    versions = [{int(version) for each in completions for version in each.rollout.versions} for completions in steps]
     assert all(len(each) == 1 for each in versions) and versions == sorted(versions, key=min)
     assert len(set.union(*versions)) == 4
 
 
 @pytest.mark.slow
-def test_a_killed_run_reuses_its_answers(whole):
+def test_a_killed_run_reuses_its_completions(whole):
     """It has the same weights at step 3 and computes no reward twice."""
     shutil.copytree(whole / "whole", whole / "killed")
     (newest,) = (each for each in (whole / "killed" / "checkpoints").iterdir() if each.name.endswith("4"))
@@ -135,7 +135,7 @@ def test_a_killed_run_reuses_its_answers(whole):
 
 
 @pytest.mark.slow
-def test_a_killed_run_without_files_samples_the_same_answers(whole):
+def test_a_killed_run_without_files_samples_the_same_completions(whole):
     train(whole, "two", steps=2, optimizer__schedule="constant", held_out=whole / "prompts.jsonl")
     shutil.rmtree(whole / "two" / "rollouts")
     train(whole, "two", steps=3, optimizer__schedule="constant", held_out=whole / "prompts.jsonl")
@@ -165,10 +165,10 @@ def test_rewards_that_hang_and_groups_with_equal_rewards(folder):
     assert_names(err, "step 1", "0.3 s")
     train(folder, "same", "--rl.dynamic-sampling", reward="same", steps=2)
     for step in (1, 2):
-        found = answers_of(folder, "same", step)
-        assert {each.prompt.record["number"] % 2 for each in found.answers} == {0}
-        assert found.prompts == 3 + found.constant and len(found.answers) == 12
-    assert steps_of(folder / "same")[0]["constant_groups"] == 0
+        found = completions_of(folder, "same", step)
+        assert {each.prompt.record["number"] % 2 for each in found.completions} == {0}
+        assert found.num_prompts == 3 + found.filtered_groups and len(found.completions) == 12
+    assert steps_of(folder / "same")[0]["zero_variance_groups"] == 0
     shutil.rmtree(folder / "same" / "checkpoints")
     train(folder, "same", "--rl.dynamic-sampling", reward="same", steps=2)  # the cursor goes on behind all prompts
 
@@ -177,9 +177,9 @@ def test_rewards_that_hang_and_groups_with_equal_rewards(folder):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--rl.preset rloo --rl.temperature 0.8 --rl.kl 0.1 --rl.kl-in reward --rl.reference start",
+        "--rl.preset rloo --rl.temperature 0.8 --rl.kl 0.1 --rl.kl-in reward --rl.reference start --rl.eval-samples 2",
         "--rl.aggregation prompt --rl.baseline leave_one_out --rl.scale batch --rl.entropy 0.01 --rl.whiten",
-        "--rl.truncated mask --rl.answers-per-row 2 --rl.eval-samples 2 --rl.dynamic-sampling --rl.most-draws 2",
+        "--rl.truncated mask --rl.completions-per-row 2 --rl.dynamic-sampling --rl.max-sampling-rounds 2",
         "--rl.policy.kind gspo --rl.policy.correction.kind tis --rl.overlong-buffer 2 --rl.reward-weights short=2",
         "--lora.rank 2 --rl.kl 0.1 --rl.kl-in reward --rl.reference base --rl.reward-workers 1",
     ],
