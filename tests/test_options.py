@@ -734,8 +734,9 @@ def test_precision_of_weights():
 # What is passed between functions and what families are made of: data, and no settings of a user.
 DATA = {
     "Blocks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "ModelInfo",
-    "Provenance", "TokenizationConfig", "RemoteFile", "DecoderSizes", "StateShape", "StoredTensor", "MXFP4Tensor",
-    "BytesTensor", "HalvesTensor", "PackedTensor", "RepeatedTensor", "ScaledTensor", "SwappedTensor", "LaneLayout",
+    "Provenance", "TokenizationConfig", "RemoteFile", "DecoderSizes", "StateShape", "StoredTensor",
+    "MXFP4Tensor", "BytesTensor",
+    "PackedFP4Tensor", "PackedTensor", "RepeatedTensor", "ScaledTensor", "TransposedTensor", "LaneLayout",
     "CompressedShape", "AdapterSettings", "Adapter", "ServedAdapters",
     "ConvShape", "TextModel", "Weight", "WeightMapping", "Residual", "Part", "Section", "HeadSplit",
     "DeviceHead", "ChannelShape", "EncoderSizes", "ConformerSizes", "SpeechSizes", "MultimodalFamily",
@@ -747,8 +748,9 @@ DATA = {
     "StateLayout", "ExternalCall", "OtherModel", "Preferences",
     "CachedBlock", "Echo", "EngineStats",
     "Candidate", "Comparison", "Ranking", "Rename", "TensorGroup", "Vocabulary",
-    "Architecture", "BlocksTensor", "Description", "FactorTensor", "Found", "GGUFFile", "HalvesOfHeads", "InTurn",
-    "ItemTensor", "LevelsTensor", "MappedTensor", "Metadata", "MinusOne", "OtherBlocks", "WithAxis",
+    "Architecture", "BlockTensor", "Description", "GlobalScaleTensor", "FileMetadata", "GGUFFile", "HeadHalvesTensor",
+    "InterleavedTensor", "IndexedTensor", "CodebookTensor", "MappedTensor", "NewMetadata", "MinusOneTensor",
+    "DequantizedTensor", "ExpandedTensor",
     "SequenceState", "StepResults", "TextFrontend", "Delta", "RunnerConfig", "HttpRequest",
     "Run", "RunDirectory", "AtLeast", "InRange", "Backend", "ProductPlan", "Operation", "OneOf", "NonEmpty",
     "EvaluationPlan", "HarnessScores", "TaskEvaluator", "LoadedTask", "TaskScores", "TextScores", "TextSet",

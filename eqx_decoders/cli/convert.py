@@ -196,7 +196,7 @@ class Verify(CheckedFields):
         return self._judge(verify.compare_logits(*(self._logits(folder, ids) for folder in (one, other))))
 
     def _logits(self, folder: Path, ids: Int[np.ndarray, "rows length"]) -> Float[np.ndarray, "rows length vocab"]:
-        return verify.our_logits(load_hf(folder, layout=layout_of(self.mesh)), ids)
+        return verify.model_logits(load_hf(folder, layout=layout_of(self.mesh)), ids)
 
     def _ids(self, folder: Path) -> Int[np.ndarray, "rows length"]:
         return verify.random_ids(read_config(folder)[0], self.rows, self.length, self.seed)

@@ -196,6 +196,16 @@ def read_segments(ids: np.ndarray, arrays: TokenArrays) -> np.ndarray:
     return np.where(mask > 0, segments, 0).astype(np.int32)
 
 
+_IMAGE_ARRAYS = (
+    "image_grid_thw",
+    "image_position_ids",
+    "image_sizes",
+    "image_attention_mask",
+    "pixel_attention_mask",
+    "spatial_shapes",
+)
+
+
 def read_images(media: EncoderInputs, arrays: "ProcessorArrays") -> list[Image] | list[TiledImage]:
     """Return the images, split into patches.
 
@@ -206,6 +216,8 @@ def read_images(media: EncoderInputs, arrays: "ProcessorArrays") -> list[Image] 
     sizes = arrays.get("image_sizes")
     mask = arrays.get("pixel_attention_mask")
     shapes = arrays.get("spatial_shapes")
+    if pixels is None:
+        _check_left_out({name: arrays.get(name) for name in _IMAGE_ARRAYS}, "pixel_values is missing")
     if media.tiles is not None and isinstance(media.patch_stem, PatchStemConfig):
         _check_tiled(arrays)
         tile_mask = arrays.get("image_attention_mask")
@@ -247,6 +259,9 @@ def _read_videos(media: EncoderInputs, arrays: VideoArrays) -> list[Image]:
     pixels = arrays.get("pixel_values_videos")
     grids = arrays.get("video_grid_thw")
     positions = arrays.get("video_position_ids")
+    if pixels is None:
+        unused = {"video_grid_thw": grids, "video_position_ids": positions}
+        _check_left_out(unused, "pixel_values_videos is missing")
     return _split_into_patches(media, pixels, grids, positions, "pixel_values_videos", "video")
 
 
@@ -261,14 +276,14 @@ def _split_into_patches(
     sizes: Any = None,
     mask: Any = None,
 ) -> list[Image]:
+    grid_name = f"{kind}_grid_thw"
+    position_name = f"{kind}_position_ids"
+    size_arrays = {"image_sizes": sizes, "pixel_attention_mask": mask}
     if pixels is None:
         return []
     stem = media.patch_stem
     if stem is None:
         raise DataError(f"Media.create: {name} needs a vision encoder, but this model has none. Leave it out.")
-    grid_name = f"{kind}_grid_thw"
-    position_name = f"{kind}_position_ids"
-    size_arrays = {"image_sizes": sizes, "pixel_attention_mask": mask}
     if isinstance(stem, WholeImageStem):
         unused = {grid_name: grids, f"{position_name} or spatial_shapes": positions, **size_arrays}
         _check_left_out(unused, "the encoder of this model reads complete images")

@@ -25,7 +25,7 @@ MODULES: dict[str, tuple[str, str]] = {
     "qwen.text": ("qwen2 qwen3 qwen3_moe qwen2_moe", "qwen2.5 qwen3 qwen1.5 qwen2"),
     "gemma.text": ("gemma gemma2 vaultgemma gemma3_text", "gemma gemma2 vaultgemma gemma3"),
     "gemma.gemma4": ("gemma4_text", "gemma4"),
-    "olmo.text": ("olmo3 olmo2 olmo flex_olmo olmoe", "olmo olmo2 olmo3 flexolmo olmoe"),
+    "olmo.text": ("olmo2 olmo3 olmo flex_olmo olmoe", "olmo olmo2 olmo3 flexolmo olmoe"),
     "gpt2": ("gpt2 gpt_bigcode gptj", "gpt2 santacoder starcoder gptj"),
     "gpt_oss": ("gpt_oss", "gpt"),
     "llama4.text": ("llama4_text", "llama4"),

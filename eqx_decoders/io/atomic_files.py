@@ -1,4 +1,4 @@
-"""Files and directories that are written completely or not at all; paths, and the cache directory."""
+"""Files and directories that are written completely or not at all; expansion of paths; the cache directory."""
 
 import contextlib
 import errno
@@ -11,17 +11,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from eqx_decoders.errors import DataError, check
+from eqx_decoders.errors import ConfigError, DataError
 
 
-CACHE = "EQX_DECODERS_CACHE"  # the variable that names the directory of `cache_directory`
+CACHE = "EQX_DECODERS_CACHE"  # environment variable with the path of the cache directory
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def expanded(path: str | Path) -> str:
-    """Replace a `~` at the begin of a path, or behind a `name=` in front of it, by the user's directory.
+    """Return a path with `~` replaced by the home directory, at the start of the path or after `name=`.
 
-    A shell leaves it as it is in `--flag=~/x`, and so does YAML.
+    Shells do not replace it in `--flag=~/x`, and neither does YAML.
     """
     name, separator, rest = str(path).partition("=~")
     if separator and re.fullmatch(r"[\w.-]+", name):
@@ -30,22 +30,23 @@ def expanded(path: str | Path) -> str:
 
 
 def expand_paths(settings: Any, *fields: str) -> None:
-    """Expand the paths in fields of a frozen dataclass: one path, several or None in each."""
+    """Replace `~` in fields of a frozen dataclass. A field is a path, a sequence of paths, or None."""
     for field in fields:
         value = getattr(settings, field)
         if value is not None:
-            whole = expanded(value) if isinstance(value, str | Path) else tuple(map(expanded, value))
-            object.__setattr__(settings, field, whole)
+            paths = expanded(value) if isinstance(value, str | Path) else tuple(map(expanded, value))
+            object.__setattr__(settings, field, paths)
 
 
 @contextlib.contextmanager
 def atomic_stream(path: Path) -> Iterator[IO[bytes]]:
-    """Open a new file for the block to write, which is flushed to the disk and moved into place when the block ends.
+    """Return a context manager that opens a new file, and moves it to `path` after the with block.
 
-    The directory is made if needed. After an error nothing remains.
+    The file is flushed to the disk before. The directory is created if it does not exist. After an error, the new file
+    is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")  # others may write it, too
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")  # other processes may write the same file
     try:
         with partial.open("wb", buffering=1 << 20) as stream:
             yield stream
@@ -63,29 +64,30 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = False) -> None:
-    """Write indented JSON by `write_atomically`."""
+    """Write indented JSON completely or not at all."""
     write_atomically(path, (json.dumps(content, indent=2, sort_keys=sort_keys) + "\n").encode())
 
 
 @contextlib.contextmanager
 def writing_to(cache: Path) -> Iterator[None]:
-    """Raise DataError with a remedy if the block fails to write into `cache`, or a folder in it."""
+    """Return a context manager that converts errors of writing to the directory `cache` to DataError."""
     try:
         yield
     except OSError as error:
-        where = str(error.filename or "")
-        if error.errno not in FULL and not where.startswith(str(cache)):
+        file = str(error.filename or "")
+        if error.errno not in FULL and not file.startswith(str(cache)):
             raise
-        message = f"{where or cache} cannot be written: {error.strerror or error}"
-        remedy = "Make room there, or give a directory that you may write: --data.cache-dir (DataConfig.cache_dir)"
-        raise DataError(f"{message}. {remedy}.") from error
+        raise DataError(
+            f"{file or cache} cannot be written: {error.strerror or error}. Free some space, or give a writable "
+            "directory with --data.cache-dir (DataConfig.cache_dir)."
+        ) from error
 
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Make a directory for the block to fill, and move it to `path` when the block ends without an error."""
+    """Return a context manager that creates a directory, and moves it to `path` if the with block raises no error."""
     partial = path.with_name(f"{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # from a process that was killed
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -95,10 +97,13 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def cache_directory(path: str | Path | None = None) -> Path:
-    """Return the directory that all runs share: `path`, $EQX_DECODERS_CACHE, or one in the user's folder for caches."""
-    chosen, name = path or os.environ.get(CACHE), "DataConfig.cache_dir" if path else f"${CACHE}"
-    local = "://" not in str(chosen)
-    check(local, f"{name}={str(chosen)!r} must be a directory of a file system: tokens are mapped from it.")
-    if chosen:
-        return Path(chosen).expanduser().resolve()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eqx_decoders"
+    """Return the cache directory of all runs: `path`, or $EQX_DECODERS_CACHE, or a directory in the user's cache."""
+    directory = path or os.environ.get(CACHE)
+    if not directory:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eqx_decoders"
+    if "://" in str(directory):
+        name = "DataConfig.cache_dir" if path else f"${CACHE}"
+        raise ConfigError(
+            f"{name}={str(directory)!r} must be a directory in a file system, because tokens are memory-mapped from it."
+        )
+    return Path(directory).expanduser().resolve()

@@ -68,11 +68,12 @@ def open_image(source: Any, limits: MediaLimits = MediaLimits(), where: str | No
 def image_size(source: Any, limits: MediaLimits = MediaLimits(), where: str | None = None) -> tuple[int, int]:
     """Return the width and height of an image from its header. Arguments and errors are the same as of `open_image`."""
     where = name_of(source, "image", 0) if where is None else where
-    pillow = _import_pillow()
     if isinstance(source, np.ndarray):
         height, width = _from_array(source, limits, where).shape[:2]
         return width, height
+    pillow = _import_pillow()
     if isinstance(source, pillow.Image):
+        limits.check_pixels(where, *source.size)
         return source.size
     with _open_file(pillow, source, limits, where) as image:
         return image.size

@@ -46,7 +46,7 @@ def written(program, *args):
         call(program, *args)
     return out.getvalue()
 
-with connected(60), mock.patch.multiple(gather_module, PIECE={PIECE}, gathered_rows=gathered):
+with connected(60), mock.patch.multiple(gather_module, PIECE_BYTES={PIECE}, gathered_rows=gathered):
     call(train, "--distributed", "--mesh.data", 1, "--mesh.fsdp", 2, "--mesh.tensor", 2, *words)
     (folder / f"sizes{{number}}.json").write_text(json.dumps(sizes))
     both = ("--distributed", "--distributed-timeout", 60, "--mesh.fsdp", 2, "--mesh.tensor", 2)

@@ -89,14 +89,14 @@ def interrupted(self, row, report=MetricsReporter.report):
 
 def torn(steps, step, read=reading.read_manifest):
     if number == 1 and step == 3:
-        raise reading.Damaged("torn")
+        raise reading.DamagedStepError("torn")
     return read(steps, step)
 
 tries, loads = iter(range(100)), iter(range(100))
 
 def flaky(steps, step, read=reading.read_manifest):
     if number == 1 and next(tries) == 0:
-        raise reading.Unread("flaky")
+        raise reading.TransientReadError("flaky")
     return read(steps, step)
 
 def flipped(*what, load=reading._load):

@@ -239,6 +239,13 @@ BAD = {
     "no images": (dict(), ["9 image placeholders", "0 images"]),
     "unused sizes": (IMAGES | dict(image_sizes=[[4, 4]]), ["image_sizes", "image_grid_thw"]),
     "unused mask": (IMAGES | dict(pixel_attention_mask=[[1]]), ["pixel_attention_mask", "image_grid_thw"]),
+    "grids alone": (dict(image_grid_thw=np.asarray(GRIDS)), ["image_grid_thw", "pixel_values is missing"]),
+    "sizes alone": (dict(image_sizes=[[4, 4]]), ["image_sizes", "pixel_values is missing"]),
+    "mask alone": (dict(pixel_attention_mask=[[1]]), ["pixel_attention_mask", "pixel_values is missing"]),
+    "video grids alone": (
+        IMAGES | dict(video_grid_thw=np.asarray(GRIDS[:1])),
+        ["video_grid_thw", "pixel_values_videos is missing"],
+    ),
     "both seconds": (
         IMAGES | dict(video_second_per_grid=[1.0], second_per_grid_ts=[1.0]),
         ["second_per_grid_ts", "video_second_per_grid"],

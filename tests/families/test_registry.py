@@ -11,6 +11,7 @@ import eqx_decoders as ed
 from eqx_decoders import families
 from eqx_decoders.families import registry
 from eqx_decoders.families.registry import FAMILIES, MODULES, find_family
+from eqx_decoders.io.huggingface.export import export_config
 from eqx_decoders.io.huggingface.quantized import read_scheme
 from tests.errors import refused
 from tests.families.published import FILES
@@ -223,6 +224,13 @@ def test_a_published_file_describes_its_model(repository):
     assert again["model_type"] in FAMILIES
     assert decode(kept | again) == config
     read_scheme(content)
+
+
+@pytest.mark.parametrize("name", ["olmo2-7b", "olmo3-7b"])
+def test_save_hf_finds_the_family_of_a_listed_model(name):
+    """Of the families that can express the model: Olmo 3 can express OLMo 2, as layers without windows."""
+    model = ed.abstract(ed.get_config(name))
+    assert export_config(model)[0].model_type == name.partition("-")[0]
 
 
 def test_an_alias_is_not_written():

@@ -1,14 +1,14 @@
 """Checkpoints of a training run: arrays, a manifest and the data iterator's state, committed together by Orbax.
 
-Arrays are saved as a flat dictionary `{"model.scanned_layers.0.unit.0.mlp.gate": array}`. Orbax alone casts dtypes,
-drops arrays whose counterpart is None and loads flipped bits, all silently. So a manifest is saved with the arrays:
-their shapes and dtypes are compared before anything is loaded, and their fingerprints after.
+Arrays are saved as a flat dictionary `{"model.scanned_layers.0.unit.0.mlp.gate": array}`. Without further checks, Orbax
+silently casts dtypes, drops arrays whose counterpart is None, and loads flipped bits. Therefore a manifest is saved
+with the arrays. Their shapes and dtypes are compared before anything is loaded, and their fingerprints afterwards.
 
-In a run of several processes all of them save and restore together. The first one lists the steps.
+In a run of several processes, all processes save and restore together. The first process lists the steps.
 
-Steps are listed, dropped and cleaned up by `Steps`, not by `ocp.training.Checkpointer`: that one deletes a step file by
-file under its own name, so a kill halfway leaves half a step that it lists as complete, and it creates the directory
-and removes temporary ones when it is opened, even if only to read a run that is still being written.
+`Steps` lists and deletes steps, not `ocp.training.Checkpointer`. The latter deletes a step file by file under its own
+name, so that a killed process leaves an incomplete step that is listed as complete. It also creates the directory and
+removes temporary directories when it is opened, even if only to read a run that another process is writing.
 """
 
 import logging
@@ -20,7 +20,7 @@ import jax
 from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
-from eqx_decoders.errors import CheckpointError, check, check_integer
+from eqx_decoders.errors import CheckpointError, check_integer
 from eqx_decoders.io.checkpoint.manifest import make_manifest
 from eqx_decoders.io.checkpoint.orbax import orbax_context, summary
 from eqx_decoders.io.checkpoint.reading import arrays_of, load_newest, read_manifest
@@ -33,7 +33,7 @@ _log = logging.getLogger("eqx_decoders")
 
 
 class Restored(NamedTuple):
-    """Restored step: unpacks as `tree, data_state, step`."""
+    """Restored step: the tree, the data iterator's state, and the number of the step."""
 
     tree: PyTree
     data_state: dict[str, Any]
@@ -41,12 +41,15 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """Checkpoints of a run in a directory, saved asynchronously, of which the last `max_checkpoints` steps remain.
+    """Checkpoints of a run in a directory, which are saved asynchronously.
 
-    The directory is a path or `gs://bucket/path` (extra `gcs`).
+    Only one run may save into the directory at a time (see `RunLock`); reading is always safe.
 
-    Saving requires that this process is the only writer (see `RunLock`); reading is always safe. Steps that
-    cannot be read are reported through `warn`, by default as a warning of the logger `eqx_decoders`.
+    **Arguments:**
+
+    - `directory`: a path, or `gs://bucket/path` (extra `gcs`).
+    - `max_checkpoints`: number of steps to keep. Older steps are deleted.
+    - `warn`: function that reports steps that cannot be read; default: a warning of the logger `eqx_decoders`.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class Checkpoints:
         self.max_checkpoints = max_checkpoints
         self._warn = warn
         self._pending: tuple[int, Any] | None = None
-        self._last: int | None = None  # the step that this object saved or restored last
+        self._last: int | None = None  # the last step that this object saved or restored
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -69,7 +72,7 @@ class Checkpoints:
         except CheckpointError as failed:
             if error is None:
                 raise
-            self._warn(str(failed))  # the first error is the one to raise
+            self._warn(str(failed))  # the error of the with block is raised
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -78,11 +81,11 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """Newest committed step; None without any."""
+        """Newest committed step; None: there is no step."""
         return max(self.steps, default=None)
 
     def manifest(self, step: int | None = None) -> dict[str, Any]:
-        """Read the manifest of a step (the newest one if None): config, data_state, and the shapes of its arrays."""
+        """Return the manifest of a step: configuration, data state, shapes of arrays. None: of the newest step."""
         return read_manifest(self._steps, self._steps.existing(step))
 
     def save(
@@ -95,38 +98,50 @@ class Checkpoints:
         wait: bool = False,
         drop: bool = True,
     ) -> bool:
-        """Save the arrays of `tree`; return False if this object has just saved or restored this very step.
+        """Save the arrays of `tree`. Returns False if this object has just saved or restored the same step.
 
-        The arrays may be donated or deleted as soon as the call returns: the files are written in the background, and
-        `wait`, `close` or the next `save` raise its errors. Leaves that are no arrays are not saved.
+        The arrays may be donated or deleted as soon as the call returns: the files are written in the background.
+        Errors of writing are raised by `wait`, `close` or the next `save`. Other leaves than arrays are not saved.
 
-        drop: delete all but the last `max_checkpoints` steps before this one. The step itself counts among them when
-        the next one is saved, or with `wait`: it may be of no use.
+        **Arguments:**
+
+        - `step`: number of the step, larger than all saved steps.
+        - `tree`: tree of arrays.
+        - `data_state`, `config`: values that can be written as JSON.
+        - `wait`: wait until the step is written.
+        - `drop`: delete all but the last `max_checkpoints` of the older steps. With `wait`, this step counts as one of
+            them. False: delete no step, because the new step may turn out to be useless.
         """
         check_integer("step", step, minimum=0)
         self.wait(drop=False)
-        _same_operation()
+        _synchronize_operation_ids()
         steps = from_first("steps", self.steps if jax.process_index() == 0 else None)
         if step == self._last and step in steps:
             return False
         newest = max(steps, default=-1)
-        rule = f"must come after step {newest}, the newest in {self.directory}"
-        remedy = "resume from that one, move it away, or train in another directory"
-        check(step > newest, f"step={step} {rule}: {remedy}.", CheckpointError)
-        is_own = self._last is None or newest <= self._last
-        rule = f"step {newest} in {self.directory} is another run's: this one saved or restored step {self._last} last"
-        check(is_own, f"{rule}. Stop one of them, or give it a directory of its own.", CheckpointError)
+        if step <= newest:
+            raise CheckpointError(
+                f"step={step} must be larger than the newest step {newest} in {self.directory}. Resume from that step, "
+                "move it away, or train in another directory."
+            )
+        if self._last is not None and newest > self._last:
+            raise CheckpointError(
+                f"step {newest} in {self.directory} was saved by another run, because this run saved or restored step "
+                f"{self._last} last. Stop one of the runs, or use another directory for it."
+            )
         arrays = arrays_of(tree)
-        check(bool(arrays), f"step={step} holds no arrays: there is nothing to save.", CheckpointError)
+        if not arrays:
+            raise CheckpointError(f"step={step} has no arrays, so there is nothing to save.")
         manifest = make_manifest(step, arrays, data_state, config)
-        self._clean(most=self.max_checkpoints if drop else None)
+        self._clean(keep=self.max_checkpoints if drop else None)
         try:
             if _is_writer():
                 self._steps.begin(step)
         except Exception as error:
-            remedy = "Check the name, the space and the permissions."
-            cause = summary(error)
-            raise CheckpointError(f"directory={self.directory} cannot be made or written: {cause}. {remedy}") from error
+            raise CheckpointError(
+                f"directory={self.directory} cannot be created or written: {summary(error)}. Check its name, the free "
+                "space and the permissions."
+            ) from error
         items = {"arrays": {name: leaf for name, leaf in arrays.items() if leaf.size}, "manifest": manifest}
         try:
             with orbax_context(in_place=self._steps.in_place):
@@ -138,9 +153,9 @@ class Checkpoints:
         return True
 
     def wait(self, *, drop: bool = True) -> None:
-        """Wait until the save in the background is committed, then delete all but the last `max_checkpoints` steps.
+        """Wait until the step that is being saved is committed. Then delete all but the last `max_checkpoints` steps.
 
-        drop: False deletes none of them, for a step that may be of no use.
+        `drop`: False: delete no step, because the new step may turn out to be useless.
         """
         if self._pending is None:
             return
@@ -151,29 +166,36 @@ class Checkpoints:
             self._clean()
             raise self._failed(step, error) from error
         self._last = step
-        self._clean(most=self.max_checkpoints if drop else None)
+        self._clean(keep=self.max_checkpoints if drop else None)
 
     close = wait
 
     def restore(self, template: PyTree, step: int | None = None, *, verify: bool = True) -> Restored:
-        """Load a step into the structure, dtypes and shardings of `template`.
+        """Load a step with the structure, dtypes and shardings of `template`.
 
-        template: the tree that was saved, of arrays or `jax.ShapeDtypeStruct`s; other leaves stay as they are.
-        step: None for the newest one; a damaged step is reported and set aside as `<step>.corrupt` (in a bucket under
-        its own name, without the file that marks it complete), and the one before it is loaded.
-        verify: compare the fingerprints of the loaded and the saved arrays.
+        Raises CheckpointError, which lists all differences between the trees, or the damaged arrays.
 
-        Raises CheckpointError that lists every difference between the trees, or the damaged leaves.
+        **Arguments:**
+
+        - `template`: tree of arrays or `jax.ShapeDtypeStruct`, with the structure of the saved tree. Other leaves are
+            returned unchanged.
+        - `step`: number of the step. None: the newest undamaged step. Damaged steps are reported and renamed to
+            `<step>.corrupt`; in a bucket, the file that marks a step as complete is removed instead.
+        - `verify`: whether to compare the fingerprints of the loaded arrays with the manifest.
         """
         return self.restore_for(lambda _: template, step, verify=verify)
 
     def restore_for(
         self, template_for: Callable[[dict[str, Any]], PyTree], step: int | None = None, *, verify: bool = True
     ) -> Restored:
-        """Restore a step into the template that `template_for` makes for its manifest: trees of steps may differ."""
-        tree, manifest, damaged = load_newest(self._steps, template_for, step, "", verify, self._warn)
-        for bad in damaged if _is_writer() else ():
-            self._steps.set_aside(bad)
+        """Load a step like `restore`, with the template that `template_for` returns for the manifest of the step.
+
+        Steps of the same run may have different trees.
+        """
+        tree, manifest, damaged_steps = load_newest(self._steps, template_for, step, "", verify, self._warn)
+        if _is_writer():
+            for damaged_step in damaged_steps:
+                self._steps.set_aside(damaged_step)
         all_gather_json("set aside")
         self._last = manifest["step"]
         return Restored(tree, manifest["data_state"], manifest["step"])
@@ -184,17 +206,18 @@ class Checkpoints:
         except CheckpointError:
             saved = "unknown"
         return CheckpointError(
-            f"Step {step} could not be saved in {self.directory}: {summary(error)}. "
-            f"Check the space and the permissions there; saved before it: {saved}."
+            f"Step {step} could not be saved in {self.directory}: {summary(error)}. Check the free space and the "
+            f"permissions. Saved steps: {saved}."
         )
 
-    def _clean(self, *, most: int | None = None) -> None:
-        """Delete all but the last `most` steps, and incomplete ones; a failure is only a warning."""
+    def _clean(self, *, keep: int | None = None) -> None:
+        """Delete incomplete steps, and all but the last `keep` steps. Errors are only reported as warnings."""
         if not _is_writer():
             return
         try:
-            for step in self.steps[:-most] if most is not None else ():
-                self._steps.uncommit(step)
+            if keep is not None:
+                for step in self.steps[:-keep]:
+                    self._steps.uncommit(step)
             self._steps.clean()
         except Exception as error:
             self._warn(f"Old steps in {self.directory} could not be deleted: {summary(error)}.")
@@ -209,10 +232,16 @@ def load_weights(
     verify: bool = True,
     warn: Callable[[str], None] = _log.warning,
 ) -> Restored:
-    """Load only the leaves below `prefix` into `template` (a model of arrays or `jax.ShapeDtypeStruct`s).
+    """Load only the arrays whose paths start with `prefix`, such as the model without the optimizer state.
 
-    Changes nothing in the directory, so it may be called while a run writes there. Without `step` it loads the newest
-    undamaged one.
+    The directory is not changed, so another run may write to it at the same time.
+
+    **Arguments:**
+
+    - `directory`: directory of the checkpoints.
+    - `template`: tree of arrays or `jax.ShapeDtypeStruct`, whose paths do not contain `prefix`.
+    - `step`: number of the step; None: the newest undamaged step.
+    - `verify`, `warn`: see `Checkpoints`.
     """
     with StatusLine("loading the checkpoint"):
         tree, manifest, _ = load_newest(Steps(directory), lambda _: template, step, prefix, verify, warn)
@@ -223,8 +252,8 @@ def _is_writer() -> bool:
     return jax.process_index() == 0
 
 
-def _same_operation() -> None:
-    """Advance Orbax's count of operations to the highest of all processes: it saves only if all counts are equal."""
+def _synchronize_operation_ids() -> None:
+    """Set Orbax's count of operations to the maximum of all processes. Orbax requires that all counts are equal."""
     if jax.process_count() == 1:
         return
     from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator

@@ -1,7 +1,7 @@
-"""Reading of steps by all processes of a run together, none of which waits in Orbax for another one.
+"""Reading of steps by all processes of a run.
 
-An error in one process would leave the others waiting there. So each reads alone, all exchange their results, and they
-fall back to an older step together.
+No process waits in Orbax for another process, because an error in one process would make the others wait forever.
+Instead, each process reads without the others. Then the processes exchange their results, and agree on the step.
 """
 
 import collections
@@ -18,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, PyTree
 from orbax.checkpoint import v1 as ocp
 
-from eqx_decoders.errors import CheckpointError, check
+from eqx_decoders.errors import CheckpointError
 from eqx_decoders.io.checkpoint.manifest import FORMAT_VERSION, digest, fingerprints
 from eqx_decoders.io.checkpoint.orbax import causes, orbax_context, summary
 from eqx_decoders.io.checkpoint.steps import Steps
@@ -27,21 +27,21 @@ from eqx_decoders.sharding.axes import named_leaves, path_name
 
 
 PAUSES = (0.5, 2.0, 5.0)  # seconds before a failed read is retried
-# Temporary errors of failing disks, network file systems, TensorStore and servers of buckets.
+# Temporary errors of failing disks, network file systems, TensorStore and buckets: parts of messages, and classes.
 TRANSIENT = ("EIO", "EAGAIN", "ESTALE", "ETIMEDOUT", "ENETUNREACH", "EHOSTDOWN", "ECONNRESET", "ECONNREFUSED")
 TRANSIENT += ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
-NETWORK = {"TimeoutError", "ConnectionError", "ClientError", "HttpError", "RequestException"}  # and their subclasses
-REFUSED = ("PERMISSION_DENIED", "UNAUTHENTICATED", "Forbidden")
+TRANSIENT_CLASSES = {"TimeoutError", "ConnectionError", "ClientError", "HttpError", "RequestException"}
+PERMISSION = ("PERMISSION_DENIED", "UNAUTHENTICATED", "Forbidden")
 
 T = TypeVar("T")
 
 
-class Damaged(CheckpointError):
-    """Error of a step that cannot be read back as it was written: an older step may be undamaged."""
+class DamagedStepError(CheckpointError):
+    """A step cannot be read as it was written. An older step may be undamaged."""
 
 
-class Unread(Damaged):
-    """Error of a step that could not be read this time."""
+class TransientReadError(DamagedStepError):
+    """A step could not be read because of an error that may be temporary."""
 
 
 def load_newest(
@@ -52,11 +52,18 @@ def load_newest(
     verify: bool,
     warn: Callable[[str], None],
 ) -> tuple[PyTree, dict[str, Any], list[int]]:
-    """Load `step`, or the newest undamaged one; return its tree, its manifest, and the newer steps, which are damaged.
+    """Return the tree and the manifest of a step, and the newer steps, which are damaged.
 
-    template_for: makes the template for a step's manifest. prefix: of the paths of the arrays to load.
+    **Arguments:**
+
+    - `template_for`: function from the manifest of a step to the template of the tree.
+    - `step`: number of the step; None: the newest undamaged step.
+    - `prefix`: prefix of the paths of the arrays to load, which is not part of the paths in the template.
+    - `verify`: whether to compare fingerprints.
+    - `warn`: function that reports damaged steps.
     """
-    candidates, damaged = None, {}
+    candidates = None
+    damaged: dict[int, str] = {}
     if jax.process_index() == 0:
         newest = steps.existing(step)
         candidates = (newest,) if step is not None else steps.committed()[::-1]
@@ -64,62 +71,70 @@ def load_newest(
         try:
             manifest = read_on_all(lambda candidate=candidate: read_manifest(steps, candidate))
             template = template_for(manifest)
-            arrays = _verified(steps, manifest, template, prefix, verify)
-        except Damaged as error:
+            arrays = _load_verified(steps, manifest, template, prefix, verify)
+        except DamagedStepError as error:
             damaged[candidate] = str(error)
             continue
         for reason in damaged.values():
             warn(f"{reason} Falling back to step {candidate}.")
-        return _filled(template, prefix, arrays), manifest, list(damaged)
-    # No step is set aside here: the next start must not find an empty directory and begin from scratch.
+        return _with_arrays(template, prefix, arrays), manifest, list(damaged)
+    # The damaged steps are not renamed, because the next run would find no steps, and start from the beginning.
     raise CheckpointError("\n".join([f"No step in {steps.directory} can be loaded.", *damaged.values()]))
 
 
 def read_on_all(read: Callable[[], T]) -> T:
-    """Return `read()` of this process if no process finds damage; otherwise raise `Damaged` in all of them.
+    """Return the result of `read()` if it succeeds in all processes. Otherwise raise an error in all processes.
 
-    A failed read may be the fault of a disk or network: all processes retry it after pauses before it counts as
-    damaged, and damage is confirmed by a second read. Errors of the system that persist are no damage, and raised as
-    CheckpointError.
+    If any process raises TransientReadError, all processes read again after pauses, and finally raise CheckpointError.
+    If a process raises another DamagedStepError, all processes read again once, and then raise DamagedStepError.
     """
-    pauses, second = iter(PAUSES), iter((0.0,))
+    transient_pauses = iter(PAUSES)
+    damage_pauses = iter((0.0,))
     while True:
         failed = value = None
         try:
             value = read()
-        except Damaged as error:
+        except DamagedStepError as error:
             failed = error
-        results = all_gather_json("read", [None if failed is None else str(failed), isinstance(failed, Unread)])
+        result = [None if failed is None else str(failed), isinstance(failed, TransientReadError)]
+        results = all_gather_json("read", result)
         reason = next((reason for reason, _ in results if reason is not None), None)
         if reason is None:
             return cast(T, value)
-        unread = any(is_unread for _, is_unread in results)
-        if (pause := next(pauses if unread else second, None)) is None:
-            remedy = f"It was tried {len(PAUSES) + 1} times: start again when it can be read."
-            raise CheckpointError(f"{reason} {remedy}") if unread else Damaged(reason)
+        is_transient = any(transient for _, transient in results)
+        pause = next(transient_pauses if is_transient else damage_pauses, None)
+        if pause is None and is_transient:
+            raise CheckpointError(f"{reason} It was tried {len(PAUSES) + 1} times. Start again when it can be read.")
+        if pause is None:
+            raise DamagedStepError(reason)
         time.sleep(pause)
 
 
-def _verified(steps: Steps, manifest: dict[str, Any], template: PyTree, prefix: str, verify: bool) -> dict[str, Any]:
-    """Load the arrays of a step and compare their fingerprints; if any differ, all are read a second time.
+def _load_verified(
+    steps: Steps, manifest: dict[str, Any], template: PyTree, prefix: str, verify: bool
+) -> dict[str, Any]:
+    """Return the arrays of a step. If fingerprints differ, the arrays are read a second time.
 
-    All processes read again, or none: one alone may have misread an array of which each has a copy.
+    If one process finds a difference, all processes read again, because processes have copies of the same arrays.
     """
-    bad, sums, saved = [], {}, manifest["arrays"]
+    damaged: list[str] = []
+    found: dict[str, int] = {}
     for _ in range(2):
         loaded = read_on_all(lambda: _load(steps, manifest, template, prefix))
-        sums = fingerprints(loaded) if verify else {}
-        differing = [name for name in sums if sums[name] != saved[name]["fingerprint"]]
-        bad = list(dict.fromkeys(itertools.chain.from_iterable(all_gather_json("verified", differing))))
-        if not bad:
+        found = fingerprints(loaded) if verify else {}
+        differing = [name for name in found if found[name] != manifest["arrays"][name]["fingerprint"]]
+        damaged = list(dict.fromkeys(itertools.chain.from_iterable(all_gather_json("verified", differing))))
+        if not damaged:
             return loaded
-        del loaded  # there may be no room for two
+        del loaded  # the memory may not suffice for two copies
     path = steps.path(manifest["step"])
-    raise Damaged(f"Checkpoint {path}: {len(bad)} of {len(sums)} arrays are damaged: {', '.join(bad)}.")
+    raise DamagedStepError(
+        f"Checkpoint {path}: {len(damaged)} of {len(found)} arrays are damaged: {', '.join(damaged)}."
+    )
 
 
 def read_manifest(steps: Steps, step: int) -> dict[str, Any]:
-    """Read the manifest of a step. Raises CheckpointError."""
+    """Return the manifest of a step. Raises CheckpointError if it cannot be read, or was written by a newer version."""
     path = steps.path(step)
     try:
         with orbax_context(in_place=steps.in_place, alone=True):
@@ -129,46 +144,54 @@ def read_manifest(steps: Steps, step: int) -> dict[str, Any]:
     except Exception as error:
         raise _unreadable(error, f"Checkpoint {path} has no readable manifest") from error
     if expected != digest(manifest):
-        raise Damaged(f"Checkpoint {path}: the manifest is damaged (its SHA-256 differs).")
-    check(
-        version <= FORMAT_VERSION,
-        f"Checkpoint {path} has format_version={version}, this library reads up to {FORMAT_VERSION}: "
-        f"it was written by eqx_decoders {manifest['library_version']}, install that version or a later one.",
-        CheckpointError,
-    )
+        raise DamagedStepError(f"Checkpoint {path}: the manifest is damaged, because its SHA-256 differs.")
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"Checkpoint {path} has format_version={version}, but this version of eqx_decoders reads only up to "
+            f"{FORMAT_VERSION}. Install eqx_decoders {manifest['library_version']} or later."
+        )
     return manifest
 
 
 def _load(steps: Steps, manifest: dict[str, Any], template: PyTree, prefix: str) -> dict[str, Any]:
-    """Load the arrays of a step whose path begins with `prefix`, with the template's shardings."""
+    """Return the arrays of a step whose paths start with `prefix`, with the shardings of the template."""
     path = steps.path(manifest["step"])
-    want = {prefix + name: leaf for name, leaf in arrays_of(template).items()}
-    have = {name: entry for name, entry in manifest["arrays"].items() if name.startswith(prefix)}
-    model = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in want.items()}
-    saved = {name: f"{entry['dtype']}{entry['shape']}" for name, entry in have.items()}
+    expected = {prefix + name: leaf for name, leaf in arrays_of(template).items()}
+    model = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in expected.items()}
+    saved = {
+        name: f"{entry['dtype']}{entry['shape']}"
+        for name, entry in manifest["arrays"].items()
+        if name.startswith(prefix)
+    }
     differences = [
         f"{name}: {saved.get(name, 'not')} in the checkpoint, {model.get(name, 'not')} in the model"
         for name in dict.fromkeys([*model, *saved])
         if model.get(name) != saved.get(name)
     ]
-    listed = "\n  ".join([f"Checkpoint {path} does not fit the model, {len(differences)} differences:", *differences])
-    remedy = "Use the configuration that was saved with it, or another directory."
-    check(not differences, f"{listed}\n{remedy}", CheckpointError)
-    anywhere = SingleDeviceSharding(jax.local_devices()[0])
-    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or anywhere) for name, x in want.items()}
+    if differences:
+        listed = "\n  ".join(differences)
+        raise CheckpointError(
+            f"Checkpoint {path} does not fit the model. There are {len(differences)} differences:\n  {listed}\nUse the "
+            "configuration that was saved with the checkpoint, or another directory."
+        )
+    default = SingleDeviceSharding(jax.local_devices()[0])
+    shapes = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or default) for name, x in expected.items()
+    }
+    # Orbax does not save arrays without elements.
     loaded = {name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in shapes.items() if not x.size}
-    filled = {name: x for name, x in shapes.items() if x.size}  # Orbax saves no array without elements
+    stored = {name: x for name, x in shapes.items() if x.size}
     try:
         with orbax_context(in_place=steps.in_place, alone=True):
-            read = ocp.load_checkpointables(str(path), {"arrays": filled})["arrays"] if filled else {}
-            loaded |= {name: read[name] for name in filled}
+            read = ocp.load_checkpointables(str(path), {"arrays": stored})["arrays"] if stored else {}
+            loaded |= {name: read[name] for name in stored}
     except Exception as error:
         raise _unreadable(error, f"Checkpoint {path} cannot be read") from error
     return loaded
 
 
-def _filled(template: PyTree, prefix: str, loaded: dict[str, Any]) -> PyTree:
-    """Return the template with the loaded arrays, uncommitted where the template's are."""
+def _with_arrays(template: PyTree, prefix: str, loaded: dict[str, Any]) -> PyTree:
+    """Return the template with the loaded arrays. They are uncommitted if the arrays of the template are."""
     for name, leaf in arrays_of(template).items():
         if not getattr(leaf, "committed", leaf.sharding is not None):
             loaded[prefix + name] = _uncommitted(loaded[prefix + name])
@@ -176,7 +199,7 @@ def _filled(template: PyTree, prefix: str, loaded: dict[str, Any]) -> PyTree:
 
 
 def arrays_of(tree: PyTree) -> dict[str, Any]:
-    """Return the arrays of a tree by path, without its other leaves. Raises CheckpointError for NumPy arrays."""
+    """Return the arrays of a tree by path. Raises CheckpointError for NumPy arrays, and for equal paths."""
     named = named_leaves(tree)
     if len(named) != len(jax.tree.leaves(tree)):
         names = collections.Counter(path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
@@ -185,13 +208,16 @@ def arrays_of(tree: PyTree) -> dict[str, Any]:
             f"{count} leaves of the tree have the same dotted path {duplicate!r}. Use keys without dots."
         )
     for name, leaf in named.items():
-        host = isinstance(leaf, np.ndarray | np.generic)
-        check(not host, f"{name} is a NumPy array: make it a jax.Array, or it could not be sharded.", CheckpointError)
+        if isinstance(leaf, np.ndarray | np.generic):
+            raise CheckpointError(
+                f"{name} is a NumPy array, which cannot be sharded. Convert it to a jax.Array, for example with "
+                "jnp.asarray."
+            )
     return {name: leaf for name, leaf in named.items() if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)}
 
 
 def _uncommitted(leaf: Array) -> Array:
-    """Copy an array through the host, so that it is uncommitted, like `jnp.zeros`, and follows other operands."""
+    """Copy an array through the host, so that it is uncommitted: operations move it to the device of other operands."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = jnp.asarray(np.asarray(jax.random.key_data(leaf)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
@@ -199,15 +225,23 @@ def _uncommitted(leaf: Array) -> Array:
 
 
 def _unreadable(error: Exception, sentence: str) -> CheckpointError:
-    """Return the error for a failed read: damage, unless this process lacks memory or permissions for any step."""
+    """Return the error for a failed read.
+
+    CheckpointError: this process lacks memory or permissions, so no other step can be read, either. TransientReadError:
+    the error may be temporary. DamagedStepError: other errors.
+    """
     chain = causes(error)
     for cause in chain:
         if isinstance(cause, KeyboardInterrupt):
             raise cause
     texts = [f"{errno.errorcode.get(getattr(cause, 'errno', None) or 0)} {cause}" for cause in chain]
-    ours = any(isinstance(cause, MemoryError | PermissionError | jax.errors.JaxRuntimeError) for cause in chain)
-    ours = ours or any(word in text for word in REFUSED for text in texts)
-    system = any(word in text for word in TRANSIENT for text in texts)
-    system = system or any(base.__name__ in NETWORK for cause in chain for base in type(cause).__mro__)
-    kind = CheckpointError if ours else Unread if system else Damaged
-    return kind(f"{sentence}: {summary(error)}.")
+    message = f"{sentence}: {summary(error)}."
+    has_no_memory_or_permission = any(
+        isinstance(cause, MemoryError | PermissionError | jax.errors.JaxRuntimeError) for cause in chain
+    )
+    if has_no_memory_or_permission or any(word in text for word in PERMISSION for text in texts):
+        return CheckpointError(message)
+    class_names = {base.__name__ for cause in chain for base in type(cause).__mro__}
+    if class_names & TRANSIENT_CLASSES or any(word in text for word in TRANSIENT for text in texts):
+        return TransientReadError(message)
+    return DamagedStepError(message)

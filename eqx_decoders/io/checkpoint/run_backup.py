@@ -1,8 +1,9 @@
-"""Backup of a run's small files in its checkpoint directory, where that is not in the run directory.
+"""Backup of a run's small files in its checkpoint directory, if this is not in the run directory.
 
-Where checkpoints are in a bucket, a machine that is lost takes the run directory with it. With the backup a new one
-goes on: settings, model, tokenizer, metrics and manifests of the data are restored, tokens are made again. An owner
-file names the start of the run that saves into the directory, since other machines do not see the run directory's lock.
+If checkpoints are in a bucket and the machine is lost, the run directory is lost, too. With the backup, the run can
+resume on another machine: settings, model, tokenizer, metrics and manifests of the data are restored, and the text is
+tokenized again. An owner file shows which process saves into the directory, because other machines do not see the lock
+of the run directory.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from etils import epath
 
-from eqx_decoders.errors import CheckpointError, ConfigError, check
+from eqx_decoders.errors import CheckpointError, ConfigError
 from eqx_decoders.io.atomic_files import write_atomically
 from eqx_decoders.io.checkpoint.steps import names_in, open_path
 from eqx_decoders.io.file_lock import holder_text, own_process
@@ -22,14 +23,8 @@ from eqx_decoders.io.run_lock import OWNER, check_own, has_owner
 
 FOLDER = "run"  # in the directory of the checkpoints
 GROWING = ("metrics.jsonl", "trackers.json")
-COPIED = (
-    "model.json",
-    "source",
-    "tokenizer",
-    "data",
-    *GROWING,
-    "settings.json",
-)  # the last one marks the backup complete
+# Files and directories of a backup, in the order of copying. The last file marks the backup as complete.
+COPIED = ("model.json", "source", "tokenizer", "data", *GROWING, "settings.json")
 ONLY = {"data": "manifest.json"}  # the only files that are copied from a directory
 
 
@@ -43,78 +38,83 @@ class RunBackup:
 
     @property
     def is_complete(self) -> bool:
-        """True if the backup has all files that a run directory needs."""
+        """Whether the backup has all files that a run directory needs."""
         return self.folder is not None and COPIED[-1] in names_in(self.folder)
 
     @property
     def is_taken_over(self) -> bool:
-        """True if the run was started with another run directory since it was started with this one."""
+        """Whether the run was started with another run directory after it was started with this one."""
         if self.folder is None or not self.is_complete:
             return False
         backup_owner, run_owner = _owner_of(self.folder), _owner_of(epath.Path(self.run))
         return backup_owner is not None and backup_owner != run_owner
 
     def restore(self) -> None:
-        """Copy the backup into the run directory. Raises CheckpointError where it cannot be read."""
+        """Copy the backup into the run directory. Raises CheckpointError if it cannot be read."""
         if self.folder is not None and self.is_complete:
-            with self._as_checkpoint_errors("you may read there"):
-                for name in reversed(COPIED):  # the settings first: they show that the directory is a run's
+            with self._as_checkpoint_errors("reading"):
+                for name in reversed(COPIED):  # settings.json is first: it marks a run directory
                     _copy(self.folder / name, epath.Path(self.run / name), ONLY.get(name))
 
     def save(self, names: tuple[str, ...] = COPIED) -> None:
-        """Copy files of these names from the run directory. Raises CheckpointError where they cannot be written."""
+        """Copy files with these names from the run directory. Raises CheckpointError if they cannot be written."""
         if self.folder is not None:
-            with self._as_checkpoint_errors("you may write there"):
+            with self._as_checkpoint_errors("writing"):
                 for name in names:
                     _copy(epath.Path(self.run / name), self.folder / name, ONLY.get(name))
 
     def check_writable(self) -> None:
-        """Raise CheckpointError for a directory that cannot be written: now, not after the run's tokens were made.
+        """Raise CheckpointError for a directory that cannot be written. Called before the data are tokenized.
 
-        Raises ConfigError for a directory whose files are not a run's, and would be overwritten.
+        Raises ConfigError if the directory contains files that do not belong to a run and would be overwritten.
         """
         if self.folder is not None:
-            with self._as_checkpoint_errors("you may write and delete there"):
-                if not has_owner(self.folder):  # its copies may not be complete: the settings are the last
+            with self._as_checkpoint_errors("writing and deleting"):
+                if not has_owner(self.folder):  # a directory with an owner file is a backup, also if it is incomplete
                     check_own(self.folder, COPIED, "checkpoint_dir", str(self.folder.parent))
                 probe = self.folder / f"probe-{self._id}"
                 _write(probe, b"")
                 probe.unlink()
 
     def claim(self) -> None:
-        """Write the owner file of this start of the run; an earlier start stops at its next `check_owner`."""
+        """Write an owner file for this process. A process that claimed the directory earlier stops in `check_owner`."""
         if self.folder is not None:
-            who = {"id": self._id, **own_process()}
+            owner = {"id": self._id, **own_process()}
             for folder in (self.folder, epath.Path(self.run)):
-                _write(folder / OWNER, json.dumps(who).encode() + b"\n")
+                _write(folder / OWNER, json.dumps(owner).encode() + b"\n")
 
     def check_owner(self) -> None:
-        """Raise CheckpointError if another start, on any machine, has claimed the directory since."""
+        """Raise CheckpointError if another process, on any machine, has claimed the directory after this one."""
         if self.folder is None:
             return
         try:
             content = (self.folder / OWNER).read_bytes()
             is_own = json.loads(content)["id"] == self._id
-        except Exception:  # it cannot be read now: no reason to stop
+        except Exception:  # a failed read is not a reason to stop
             return
-        where = f"checkpoint_dir={str(self.folder.parent)!r}"
-        rule = f"{where} is in use by {holder_text(content)}, which was started after this run"
-        check(is_own, f"{rule}: give one of them another directory.", CheckpointError)
+        if not is_own:
+            raise CheckpointError(
+                f"checkpoint_dir={str(self.folder.parent)!r} is in use by {holder_text(content)}, which was started "
+                "after this run. Use another directory for one of the runs."
+            )
 
     @contextlib.contextmanager
-    def _as_checkpoint_errors(self, rule: str) -> Iterator[None]:
+    def _as_checkpoint_errors(self, access: str) -> Iterator[None]:
+        """Convert errors to CheckpointError. `access`: the access that the with block needs, such as "writing"."""
         try:
             yield
         except ConfigError:
             raise
-        except Exception as error:  # the packages for buckets raise their own kinds
-            where = "" if self.folder is None else str(self.folder.parent)
+        except Exception as error:  # packages for buckets raise their own exceptions
+            directory = "" if self.folder is None else str(self.folder.parent)
             cause = f"{type(error).__name__}: {str(error).strip()[:300]}"
-            raise CheckpointError(f"checkpoint_dir={where!r} ({cause}): check its name, and that {rule}.") from error
+            raise CheckpointError(
+                f"checkpoint_dir={directory!r} does not allow {access} ({cause}). Check its name and the permissions."
+            ) from error
 
 
 def _owner_of(folder: epath.Path) -> str | None:
-    """Return the id of the start that has claimed a directory; None if there is none, or it cannot be read."""
+    """Return the id of the process that has claimed a directory; None if there is none, or it cannot be read."""
     try:
         return json.loads((folder / OWNER).read_bytes())["id"]
     except Exception:
@@ -122,7 +122,7 @@ def _owner_of(folder: epath.Path) -> str | None:
 
 
 def _copy(source: epath.Path, target: epath.Path, only: str | None = None) -> None:
-    """Copy a file, or the files of a directory (only the ones named `only`), unless it is missing."""
+    """Copy a file or directory if it exists. `only`: name of the only files that are copied from a directory."""
     if source.is_dir():
         for path in source.iterdir():
             if path != source:

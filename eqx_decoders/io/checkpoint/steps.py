@@ -1,10 +1,10 @@
-"""Numbered steps in a directory: listed, written, deleted and set aside, so that a kill leaves none half complete.
+"""Numbered steps in a directory. A process that is killed never leaves an incomplete step that is listed as complete.
 
-On a disk, or a file system that hosts share, a directory is renamed in one operation. A step is written under another
-name, and renamed to its number at the end; it is renamed back before it is deleted. In a bucket nothing can be renamed.
-A step is written in its place, and a file in it (`commit_success.txt`, Orbax's) that is written last and deleted first
-marks it complete. A marker next to it, `<step>.orbax-checkpoint-tmp`, says that it is being written or deleted: remains
-of a killed process are deleted because of this marker alone, never because they look unfinished.
+In a file system, renaming a directory is atomic. A step is written under another name, and renamed to its number at the
+end. Before it is deleted, it is renamed back. In a bucket, directories cannot be renamed. A step is written to its
+final path. A file in it, `commit_success.txt` of Orbax, is written last and deleted first, and marks the step as
+complete. A file next to it, `<step>.orbax-checkpoint-tmp`, marks a step that is being written or deleted. Steps of
+killed processes are only deleted if they have this marker.
 """
 
 import itertools
@@ -15,31 +15,32 @@ from pathlib import Path
 
 from etils import epath
 
-from eqx_decoders.errors import CheckpointError, check, missing_package
+from eqx_decoders.errors import CheckpointError, missing_package
 
 
-TEMPORARY = ".orbax-checkpoint-tmp"  # part of the name of a step that is being written or deleted, or of its marker
-CORRUPT = ".corrupt"
+TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of a step that is being written or deleted, or of its marker
+CORRUPT = ".corrupt"  # suffix of a damaged step
 COMMITTED = "commit_success.txt"
-SET_ASIDE = "CORRUPT"  # a file in a step that cannot be renamed
+SET_ASIDE = "CORRUPT"  # file in a damaged step that cannot be renamed
 WRITTEN = "_CHECKPOINT_METADATA"  # the file that Orbax writes last before it commits
 
 
 def open_path(directory: str | os.PathLike[str]) -> epath.Path:
-    """Return the absolute path of a directory on a disk or in a bucket of Google Cloud. Raises CheckpointError."""
+    """Return the absolute path of a directory in a file system or a bucket of Google Cloud. Raises CheckpointError."""
     text = os.fspath(directory)
-    if not re.match(r"\w\w+:/", text):  # one letter is a drive of Windows
+    if not re.match(r"\w\w+:/", text):
         return epath.Path(Path(text).expanduser().resolve())
-    valid = re.fullmatch(r"gs://[\w.-]+(/[\w.=@+,-]+)+/?", text) is not None  # no patterns, which fsspec would expand
-    rule = "must be a path, or gs://bucket/path without blanks and special characters"
-    remedy = "Give it as a text (pathlib drops a slash). Orbax writes into no other buckets: mount those"
-    check(valid, f"directory={text!r} {rule}. {remedy}.", CheckpointError)
-    _remember_no_listings(text)
+    if not re.fullmatch(r"gs://[\w.-]+(/[\w.=@+,-]+)+/?", text):  # without wildcards, which fsspec would expand
+        raise CheckpointError(
+            f"directory={text!r} must be a path, or gs://bucket/path without spaces and special characters. Give it as "
+            "a string, because pathlib removes a slash. Other buckets are not supported: mount them as directories."
+        )
+    _disable_listings_cache(text)
     return epath.Path(text.rstrip("/"))
 
 
 def can_rename(directory: epath.Path) -> bool:
-    """Return whether directories in there can be renamed, in one operation."""
+    """Return whether directories in `directory` can be renamed atomically."""
     return "://" not in str(directory)
 
 
@@ -57,33 +58,33 @@ class Steps:
     def committed(self) -> tuple[int, ...]:
         """Return the complete steps, oldest first. Raises CheckpointError if the directory cannot be read.
 
-        In a bucket it lists the directory and each step: only the files in a step say whether it is complete, another
-        process may delete one at any time, and a recursive listing would read the names of all files of all arrays.
-        A run has about `max_checkpoints` steps.
+        In a bucket, this lists the directory and each step, because only the files in a step show whether it is
+        complete. A recursive listing would read the names of all files of all arrays.
         """
         steps = [int(name) for name in names_in(self.directory) if name.isdecimal() and str(int(name)) == name]
         is_complete = self._is_complete if self.in_place else self._is_step
         return tuple(sorted(filter(is_complete, steps)))
 
     def existing(self, step: int | None) -> int:
-        """Return `step`, or the newest one for None. Raises CheckpointError if it does not exist."""
+        """Return `step`, or the newest step if it is None. Raises CheckpointError if the step does not exist."""
         steps = self.committed()
-        check(bool(steps), f"There is no checkpoint in {self.directory}.", CheckpointError)
+        if not steps:
+            raise CheckpointError(f"There is no checkpoint in {self.directory}. Give another directory.")
         step = steps[-1] if step is None else step
-        check(step in steps, f"step={step} is not in {self.directory}: it holds {list(steps)}.", CheckpointError)
+        if step not in steps:
+            raise CheckpointError(f"step={step} is not in {self.directory}, which has the steps {list(steps)}.")
         return step
 
     def begin(self, step: int) -> None:
-        """Prepare the directory for the writing of a step."""
+        """Prepare the directory for writing a step."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if self.in_place:
-            marker = self._marker(step)
-            marker.write_text("")
-            if names_in(self.path(step)):  # a step that was set aside is in the way
+            self._marker(step).write_text("")
+            if names_in(self.path(step)):  # a damaged step with the same number
                 _delete(self.path(step))
 
     def uncommit(self, step: int) -> None:
-        """Mark a step as incomplete, in one operation; `clean` deletes it."""
+        """Mark a step as incomplete, atomically. `clean` deletes it later."""
         if not self.in_place:
             self.path(step).rename(self._marker(step))
             return
@@ -91,7 +92,7 @@ class Steps:
         (self.path(step) / COMMITTED).unlink(missing_ok=True)
 
     def clean(self) -> None:
-        """Delete incomplete steps, also those of a process that was killed while it wrote or deleted them."""
+        """Delete incomplete steps, including steps of processes that were killed while they wrote or deleted them."""
         for name in names_in(self.directory):
             number, marker, _ = name.partition(TEMPORARY)
             if marker and not self.in_place:
@@ -102,7 +103,10 @@ class Steps:
                 (self.directory / name).unlink(missing_ok=True)
 
     def set_aside(self, step: int) -> None:
-        """Set a damaged step aside, so that it is no longer listed; in a bucket, until the same step is saved anew."""
+        """Keep a damaged step under another name, so that it is not listed.
+
+        In a bucket, it keeps its name, but loses the file that marks it as complete. Saving the same step replaces it.
+        """
         path = self.path(step)
         if not self.in_place:
             names = itertools.chain([CORRUPT], (f"{CORRUPT}-{number}" for number in itertools.count(2)))
@@ -117,41 +121,45 @@ class Steps:
         return self.directory / f"{step}{TEMPORARY}"
 
     def _is_step(self, step: int) -> bool:
-        """Return whether a directory with a number for its name is a step, or the remains of one."""
+        """Return whether a directory, whose name is a number, contains files of a step."""
         return bool(names_in(self.path(step)) & {"arrays", "manifest", WRITTEN})
 
     def _is_complete(self, step: int) -> bool:
         names = names_in(self.path(step))
         if COMMITTED in names or WRITTEN not in names or SET_ASIDE in names:
             return COMMITTED in names
-        # Being written or deleted; or copied here in part, and ignoring it would begin the run anew.
-        busy, names = self._marker(step).name in names_in(self.directory), names_in(self.path(step))
-        foreign = not busy and WRITTEN in names and COMMITTED not in names
-        rule = f"{self.path(step)} is a step without {COMMITTED}, as if copied in part"
-        remedy = "copy it again, put an empty file of that name into it if it is whole, or move it away"
-        check(not foreign, f"{rule}: {remedy}.", CheckpointError)
+        # The step is being written or deleted, or it was copied here without its last file. In the second case,
+        # ignoring it would start the run from the beginning.
+        has_marker = self._marker(step).name in names_in(self.directory)
+        names = names_in(self.path(step))
+        if not has_marker and WRITTEN in names and COMMITTED not in names:
+            raise CheckpointError(
+                f"{self.path(step)} is a step without {COMMITTED}, so it was probably copied incompletely. Copy it "
+                f"again, move it away, or, if all other files are there, create an empty file {COMMITTED} in it."
+            )
         return COMMITTED in names
 
 
 def names_in(directory: epath.Path) -> set[str]:
-    """Return the names in a directory; none if it does not exist. Raises CheckpointError."""
+    """Return the names in a directory; an empty set if it does not exist. Raises CheckpointError for other errors."""
     try:
         return {path.name for path in directory.iterdir() if path != directory}
     except (FileNotFoundError, NotADirectoryError):
         return set()
-    except Exception as error:  # the packages for buckets raise their own kinds
+    except Exception as error:  # packages for buckets raise their own exceptions
         cause = f"{type(error).__name__}: {str(error).strip()[:300]}"
-        remedy = "look at its name, its permissions and the network, and start again"
-        raise CheckpointError(f"directory={directory} cannot be listed ({cause}): {remedy}.") from error
+        raise CheckpointError(
+            f"directory={directory} cannot be listed ({cause}). Check its name, the permissions and the network."
+        ) from error
 
 
 def _delete(directory: epath.Path) -> None:
-    for _ in range(2):  # the first time may leave a file that stands for a directory
+    for _ in range(2):  # in a bucket, the first call may leave an object with the name of the directory
         directory.rmtree(missing_ok=True)
 
 
-def _remember_no_listings(url: str) -> None:
-    """Switch fsspec's cache of listings off: it would miss what TensorStore and other hosts write into the bucket."""
+def _disable_listings_cache(url: str) -> None:
+    """Disable fsspec's cache of listings, which would miss files that TensorStore and other hosts write."""
     from etils.epath import backend
 
     try:

@@ -1,6 +1,7 @@
-"""Architectures of llama.cpp that are families here: one row each.
+"""Table of the architectures of llama.cpp that can be loaded and saved.
 
-llama.cpp's programs are the source (`src/models/*.cpp`), and its converter for what files say (`conversion/*.py`).
+The sources are llama.cpp's models (`src/models/*.cpp`) and, for the contents of files, its converter
+(`conversion/*.py`). To add an architecture, add a row to `ARCHITECTURES`: `Architecture` describes the fields.
 """
 
 from eqx_decoders.io.gguf.gguf_table import (
@@ -8,8 +9,8 @@ from eqx_decoders.io.gguf.gguf_table import (
     RMS,
     WINDOW,
     Architecture,
-    Found,
-    Metadata,
+    FileMetadata,
+    NewMetadata,
     Settings,
     read_masks,
     write_masks,
@@ -23,45 +24,52 @@ _OSS = "model.layers.{layer}.mlp.experts"
 _EXPERT_SIZE = {"expert_feed_forward_length": "moe_intermediate_size"}
 
 
-def _query_scalar(found: Found, settings: Settings, largest: int) -> None:
-    """Set the scale of scores, which llama.cpp knows by the number of layers: the largest models have their own."""
-    heads, embed = settings["num_attention_heads"], settings["hidden_size"]
-    big = settings["num_hidden_layers"] == largest
-    settings["query_pre_attn_scalar"] = embed // heads if big else settings["head_dim"]
+def _query_scalar(found: FileMetadata, settings: Settings, largest: int) -> None:
+    """Set the scale of attention scores. Files do not contain it: in llama.cpp, it depends on the number of layers.
+
+    `largest`: number of layers of the largest model of the family, which has another scale.
+    """
+    is_largest = settings["num_hidden_layers"] == largest
+    default = settings["hidden_size"] // settings["num_attention_heads"]
+    settings["query_pre_attn_scalar"] = default if is_largest else settings["head_dim"]
 
 
-def _read_gemma2(found: Found, settings: Settings) -> None:
+def _read_gemma2(found: FileMetadata, settings: Settings) -> None:
     read_masks(found, settings, 2, 4096)
     _query_scalar(found, settings, 46)
 
 
-def _read_gemma3(found: Found, settings: Settings) -> None:
+def _read_gemma3(found: FileMetadata, settings: Settings) -> None:
     read_masks(found, settings, 6)
     _query_scalar(found, settings, 62)
     _read_local_rope(found, settings, 10_000.0)
 
 
-def _read_local_rope(found: Found, settings: Settings, theta: float) -> None:
-    """Read the rotary embedding of layers with a window, which has a base of its own and is never scaled."""
-    local = found.fields.number("rope.freq_base_swa", theta)
-    tables = {"full_attention": settings["rope_parameters"], "sliding_attention": {"rope_theta": local}}
+def _read_local_rope(found: FileMetadata, settings: Settings, theta: float) -> None:
+    """Read the RoPE of layers with a sliding window, which has a separate base, and is never scaled.
+
+    `theta`: default base.
+    """
+    local_theta = found.fields.number("rope.freq_base_swa", theta)
+    ropes = {"full_attention": settings["rope_parameters"], "sliding_attention": {"rope_theta": local_theta}}
     settings["rope_parameters"] = {
-        kind: {"rope_type": "default", **table} for kind, table in tables.items() if kind in settings["layer_types"]
+        layer_type: {"rope_type": "default", **rope}
+        for layer_type, rope in ropes.items()
+        if layer_type in settings["layer_types"]
     }
 
 
-def _write_windows(settings: Settings, metadata: Metadata, period: int) -> None:
-    """Add the masks, and the rotary embedding of layers with a window."""
+def _write_masks_and_local_rope(settings: Settings, metadata: NewMetadata, period: int) -> None:
     write_masks(settings, metadata, period)
     metadata.values["rope.freq_base_swa"] = settings["rope_parameters"].get("sliding_attention", {}).get("rope_theta")
 
 
-def _read_olmo3(found: Found, settings: Settings) -> None:
+def _read_olmo3(found: FileMetadata, settings: Settings) -> None:
     read_masks(found, settings, 4)
     _read_local_rope(found, settings, settings["rope_parameters"]["rope_theta"])
 
 
-def _read_phi3(found: Found, settings: Settings) -> None:
+def _read_phi3(found: FileMetadata, settings: Settings) -> None:
     settings["sliding_window"] = found.fields.integer(WINDOW, None, least=0) or None
     length = settings["rope_parameters"].get("original_max_position_embeddings")
     found.fields.take("rope.scaling.original_context_length", None)
@@ -69,59 +77,66 @@ def _read_phi3(found: Found, settings: Settings) -> None:
         settings["original_max_position_embeddings"] = length
 
 
-def _write_phi3(settings: Settings, metadata: Metadata) -> None:
+def _write_phi3(settings: Settings, metadata: NewMetadata) -> None:
     metadata.values[WINDOW] = settings.get("sliding_window") or 0
     length = settings.get("original_max_position_embeddings") or settings["max_position_embeddings"]
     metadata.values["rope.scaling.original_context_length"] = length
 
 
-def _read_smollm3(found: Found, settings: Settings) -> None:
+def _read_smollm3(found: FileMetadata, settings: Settings) -> None:
     layers = settings["num_hidden_layers"]
     settings["no_rope_layers"] = [int((index + 1) % 4 != 0) for index in range(layers)]
     settings["layer_types"] = ["full_attention"] * layers
 
 
-def _read_lfm2(found: Found, settings: Settings) -> None:
-    heads, layers = found.fields.take("attention.head_count_kv"), settings["num_hidden_layers"]
-    heads = heads if isinstance(heads, list) else [heads] * layers
-    with_attention = {count for count in heads if count}
-    if len(heads) != layers or len(with_attention) != 1:
-        raise found.fields.error("attention.head_count_kv must have 0 or one number of heads for each layer.")
+def _read_lfm2(found: FileMetadata, settings: Settings) -> None:
+    num_layers = settings["num_hidden_layers"]
+    heads = found.fields.take("attention.head_count_kv")
+    heads = heads if isinstance(heads, list) else [heads] * num_layers
+    attention_heads = {count for count in heads if count}
+    if len(heads) != num_layers or len(attention_heads) != 1:
+        raise found.fields.error(
+            f"attention.head_count_kv={str(heads)[:80]} must have a number for each layer: 0 for convolutions, and the "
+            "same number of heads for all layers with attention."
+        )
     settings["layer_types"] = ["full_attention" if count else "conv" for count in heads]
-    settings["num_key_value_heads"] = with_attention.pop()
+    settings["num_key_value_heads"] = attention_heads.pop()
 
 
-def _write_lfm2(settings: Settings, metadata: Metadata) -> None:
+def _write_lfm2(settings: Settings, metadata: NewMetadata) -> None:
     heads, kinds = settings["num_key_value_heads"], settings["layer_types"]
     metadata.values["attention.head_count_kv"] = [heads if kind == "full_attention" else 0 for kind in kinds]
 
 
-def _read_stablelm(found: Found, settings: Settings) -> None:
-    found.fields.flag("use_parallel_residual", True)  # the program asks the tensors
+def _read_stablelm(found: FileMetadata, settings: Settings) -> None:
+    found.fields.flag("use_parallel_residual", True)  # llama.cpp ignores it and looks at the tensors
     settings["use_parallel_residual"] = not found.has("ffn_norm.weight")
 
 
-def _write_stablelm(settings: Settings, metadata: Metadata) -> None:
+def _write_stablelm(settings: Settings, metadata: NewMetadata) -> None:
     metadata.values["use_parallel_residual"] = settings.get("use_parallel_residual")
 
 
-def _read_gpt_oss(found: Found, settings: Settings) -> None:
+def _read_gpt_oss(found: FileMetadata, settings: Settings) -> None:
     read_masks(found, settings, 2)
     size = found.fields.integer("expert_feed_forward_length", settings["intermediate_size"])
     settings["intermediate_size"] = size
     if settings["rope_parameters"].get("rope_type") == "yarn":
-        settings["rope_parameters"]["truncate"] = False  # as published: files do not say it
+        settings["rope_parameters"]["truncate"] = False  # as in the published model: files do not contain it
 
 
-_LLAMA = Architecture(name="llama", family="llama", fixed=_SILU, flags=_BIASES, in_pairs=True)
+_LLAMA = Architecture(name="llama", family="llama", fixed=_SILU, flags=_BIASES, interleaved_rope=True)
 _QWEN2 = Architecture(name="qwen2", family="qwen2", fixed={**_SILU, "use_sliding_window": False}, head_dim=False)
 _QWEN3 = Architecture(
     name="qwen3", family="qwen3", fixed={**_SILU, "use_sliding_window": False, "attention_bias": False}, theta=1e6
 )
 _GEMMA = Architecture(
-    name="gemma", family="gemma", fixed={"hidden_act": "gelu_pytorch_tanh", "attention_bias": False}, plus_one=True
+    name="gemma",
+    family="gemma",
+    fixed={"hidden_act": "gelu_pytorch_tanh", "attention_bias": False},
+    norms_plus_one=True,
 )
-_CAPS = {"final_logit_softcapping": "final_logit_softcapping"}
+_SOFTCAPPING = {"final_logit_softcapping": "final_logit_softcapping"}
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     _LLAMA,
@@ -130,7 +145,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         family="mixtral",
         fixed={**_SILU, "sliding_window": None},
         keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-        in_pairs=True,
+        interleaved_rope=True,
     ),
     _QWEN2,
     Architecture(
@@ -146,7 +161,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         },
         keys={**_EXPERTS, **_EXPERT_SIZE, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
         head_dim=False,
-        added={"ffn_gate_inp_shexp.weight": 0},
+        extra_axes={"ffn_gate_inp_shexp.weight": 0},
     ),
     _QWEN3,
     Architecture(
@@ -161,8 +176,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         name="gemma2",
         family="gemma2",
         fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
-        keys={**_CAPS, "attn_logit_softcapping": "attn_logit_softcapping"},
-        plus_one=True,
+        keys={**_SOFTCAPPING, "attn_logit_softcapping": "attn_logit_softcapping"},
+        norms_plus_one=True,
         read=_read_gemma2,
         write=lambda settings, metadata: write_masks(settings, metadata, 2),
     ),
@@ -170,11 +185,11 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         name="gemma3",
         family="gemma3_text",
         fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
-        keys=_CAPS,
+        keys=_SOFTCAPPING,
         theta=1e6,
-        plus_one=True,
+        norms_plus_one=True,
         read=_read_gemma3,
-        write=lambda settings, metadata: _write_windows(settings, metadata, 6),
+        write=lambda settings, metadata: _write_masks_and_local_rope(settings, metadata, 6),
     ),
     Architecture(
         name="phi3",
@@ -216,7 +231,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         fixed={**_SILU, "attention_bias": False},
         keys={"attention.clamp_kqv": "clip_qkv"},
         norm=None,
-        in_pairs=True,
+        interleaved_rope=True,
         read=lambda found, settings: found.fields.allow_only(LAYER_NORM, 1e-5),
         write=lambda settings, metadata: metadata.values.update({LAYER_NORM: 1e-5}),
     ),
@@ -226,7 +241,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         family="olmo3",
         fixed={**_SILU, "attention_bias": False},
         read=_read_olmo3,
-        write=lambda settings, metadata: _write_windows(settings, metadata, 4),
+        write=lambda settings, metadata: _write_masks_and_local_rope(settings, metadata, 4),
     ),
     Architecture(
         name="olmoe",
@@ -246,13 +261,13 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             "residual_scale": "residual_multiplier",
             "logit_scale": "logits_scaling",
         },
-        in_pairs=True,
+        interleaved_rope=True,
     ),
     Architecture(
         name="smollm3",
         family="smollm3",
         fixed={**_SILU, "attention_bias": False, "mlp_bias": False, "use_sliding_window": False},
-        in_pairs=True,
+        interleaved_rope=True,
         read=_read_smollm3,
     ),
     Architecture(
@@ -301,7 +316,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         family="arcee",
         fixed={"hidden_act": "relu2", "attention_bias": False},
         flags={"mlp_bias": "ffn_up.bias"},
-        in_pairs=True,
+        interleaved_rope=True,
     ),
     Architecture(name="ernie4_5", family="ernie4_5", fixed={**_SILU, "use_bias": False}),
     Architecture(
@@ -311,7 +326,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         flags=_BIASES,
         norm=(LAYER_NORM, "norm_eps"),
         rope="partial",
-        plus_one=True,
+        norms_plus_one=True,
         read=lambda found, settings: found.fields.take(RMS, None),
     ),
     Architecture(
@@ -325,7 +340,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             "blk.{layer}.ffn_down_exps.weight": f"{_OSS}.down_proj",
             "blk.{layer}.ffn_down_exps.bias": f"{_OSS}.down_proj_bias",
         },
-        joined={
+        interleaved_tensors={
             f"{_OSS}.gate_up_proj{end}": (f"blk.{{layer}}.ffn_gate_exps.{kind}", f"blk.{{layer}}.ffn_up_exps.{kind}")
             for end, kind in (("", "weight"), ("_bias", "bias"))
         },
@@ -337,7 +352,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         fixed={"block_auto_adjust_ff_dim": False},
         keys={"shortconv.l_cache": "conv_L_cache"},
         renamed={"num_key_value_heads": None},
-        added={"shortconv.conv.weight": 1},
+        extra_axes={"shortconv.conv.weight": 1},
         norm=(RMS, "norm_eps"),
         head_dim=False,
         read=_read_lfm2,
@@ -346,16 +361,18 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 )
 
 
-def find_architecture(name: str, found: Found) -> Architecture:
-    """Return the row of an architecture, by what a file says. Raises ConversionError."""
-    rows = [row for row in ARCHITECTURES if row.name == name]
-    if not rows:
-        known = ", ".join(dict.fromkeys(row.name for row in ARCHITECTURES))
+def find_architecture(name: str, found: FileMetadata) -> Architecture:
+    """Return the architecture with a name. Raises ConversionError for unknown names.
+
+    If two families share the name, the metadata decide: the second family has experts or a sliding window.
+    """
+    architectures = [architecture for architecture in ARCHITECTURES if architecture.name == name]
+    if not architectures:
+        known = ", ".join(dict.fromkeys(architecture.name for architecture in ARCHITECTURES))
         raise found.fields.error(
-            f"general.architecture={name[:40]!r} is not read. Known: {known}. Load a directory of Hugging Face instead."
+            f"general.architecture={name[:40]!r} is not supported. Supported: {known}. Load a Hugging Face directory."
         )
-    if len(rows) == 1:
-        return rows[0]
-    # a family with experts, or with windows, of the same name
-    other = any(key in found.fields.content and found.fields.content[key] for key in ("expert_count", WINDOW))
-    return rows[other]
+    if len(architectures) == 1:
+        return architectures[0]
+    has_experts_or_window = any(found.fields.content.get(key) for key in ("expert_count", WINDOW))
+    return architectures[1] if has_experts_or_window else architectures[0]

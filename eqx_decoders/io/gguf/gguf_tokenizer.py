@@ -1,7 +1,7 @@
-"""Tokenizers and chat templates in the metadata of GGUF files, for the `tokenizers` package.
+"""Reading of tokenizers and chat templates in the metadata of GGUF files, for the `tokenizers` package.
 
 `tokenizer.ggml.pre` is llama.cpp's name of the pre-tokenizer of a BPE, which defines how a text is split into words.
-The pieces of a SentencePiece model have scores, which give the order of merges.
+The scores of the pieces of a SentencePiece model define the order of merges.
 """
 
 import types
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eqx_decoders.errors import DataError, check, missing_package
+from eqx_decoders.errors import DataError, missing_package
 from eqx_decoders.io.atomic_files import write_json
 from eqx_decoders.io.gguf.gguf_header import read_gguf
 from eqx_decoders.io.text import tokenizer_formats as formats
@@ -19,19 +19,20 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 KEYS = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"
 NAME = "general.name"
-NOT_STRIPPING = {"<unk>", "<s>", "<|endoftext|>"}  # special tokens of Phi-3 that leave the blanks behind them
+# Special tokens of Phi-3 that do not strip the whitespace after them, unlike its other special tokens.
+NOT_STRIPPING = {"<unk>", "<s>", "<|endoftext|>"}
 
-# Names of ids in the metadata, and transformers' names.
+# Names of token ids in the metadata, and transformers' names of the tokens.
 IDS = {
     "bos_token_id": "bos_token",
     "eos_token_id": "eos_token",
     "unknown_token_id": "unk_token",
     "padding_token_id": "pad_token",
 }
-_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Names of tokens that end a turn, or a message to a tool, whether or not a file has their ids.
-TURNS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|END_OF_TURN_TOKEN|>")
-MESSAGES = ("<|eom_id|>", "<|call|>", "<|calls|>", "<|flush|>")
+_STOP_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Tokens that end a turn, or a message to a tool. They stop generation, whether or not the metadata has their ids.
+END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|END_OF_TURN_TOKEN|>")
+END_OF_MESSAGE = ("<|eom_id|>", "<|call|>", "<|calls|>", "<|flush|>")
 
 
 class PreTokenizer(NamedTuple):
@@ -177,15 +178,15 @@ def make_tokenizer(metadata: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
             f"{KEYS}model={str(kind)[:40]!r} is not supported: it must be gpt2 (BPE), gemma4 or llama (SentencePiece "
             "BPE). Give the tokenizer.json of the model's repository as tokenizer."
         )
-    inner = _pieces(metadata) if kind == "llama" else _bpe(metadata)
-    _add_ends(inner, settings)
+    inner = _sentencepiece_bpe(metadata) if kind == "llama" else _bpe(metadata)
+    _add_bos_and_eos(inner, settings)
     return inner, settings
 
 
 def write_tokenizer(path: str | Path, folder: Path) -> None:
-    """Write the tokenizer of a GGUF file, and the ids that end a text, as the files of a directory.
+    """Write the tokenizer and the stop ids of a GGUF file as files of a Hugging Face directory.
 
-    Nothing where it has none.
+    Does nothing if the file has no tokenizer.
     """
     metadata = read_gguf(path).metadata
     if KEYS + "tokens" not in metadata:
@@ -193,17 +194,17 @@ def write_tokenizer(path: str | Path, folder: Path) -> None:
     inner, settings = make_tokenizer(metadata)
     write_json(folder / "generation_config.json", token_ids(metadata) | {"eos_token_id": stop_ids(metadata)})
     inner.save(str(folder / "tokenizer.json"))
-    named = {name: value for name, value in settings.items() if value not in (None, [])}
-    write_json(folder / "tokenizer_config.json", named)
+    present = {name: value for name, value in settings.items() if value not in (None, [])}
+    write_json(folder / "tokenizer_config.json", present)
 
 
 def tokenizer_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a `tokenizer_config.json`: special tokens by name, and the chat template."""
     tokens = _strings(metadata, "tokens")
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    for name, ours in IDS.items():
-        index = _index(metadata, name)
-        settings[ours] = tokens[index] if index is not None and index < len(tokens) else None
+    for name, token_name in IDS.items():
+        index = _token_id(metadata, name)
+        settings[token_name] = tokens[index] if index is not None and index < len(tokens) else None
     pre = PRE_TOKENIZERS.get(pre_tokenizer_name(metadata), PreTokenizer(()))
     add_bos = pre.add_bos or metadata.get(KEYS + "model") == "llama"
     settings["add_bos_token"] = bool(metadata.get(KEYS + "add_bos_token", add_bos))
@@ -217,63 +218,67 @@ def tokenizer_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def token_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
-    """Return the ids in a `config.json`."""
-    ours = {name: f"{word}_id" for name, word in IDS.items()}
-    found = {ours[name]: _index(metadata, name) for name in IDS}
-    return {name: index for name, index in found.items() if index is not None}
+    """Return the ids of special tokens by their keys in `config.json`."""
+    ids = {f"{token_name}_id": _token_id(metadata, name) for name, token_name in IDS.items()}
+    return {key: token_id for key, token_id in ids.items() if token_id is not None}
 
 
 def stop_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Return the ids that end a text: of its end, of a turn's and of a message's."""
-    found = {index for name in _ENDS if (index := _index(metadata, name)) is not None}
-    kinds = metadata.get(KEYS + "token_type")
-    ids = {token: index for index, token in enumerate(_strings(metadata, "tokens"))}
-    places = (ids[name] for name in (*TURNS, *MESSAGES) if name in ids)
-    found |= {at for at in places if isinstance(kinds, list) and len(kinds) > at and kinds[at] == CONTROL}
+    """Return the ids of the tokens that stop generation: the ends of texts, turns and messages."""
+    stops = {token_id for name in _STOP_IDS if (token_id := _token_id(metadata, name)) is not None}
+    ids = {token: token_id for token_id, token in enumerate(_strings(metadata, "tokens"))}
+    token_types = metadata.get(KEYS + "token_type")
+    if isinstance(token_types, list):
+        named = [ids[name] for name in (*END_OF_TURN, *END_OF_MESSAGE) if name in ids]
+        stops |= {token_id for token_id in named if token_id < len(token_types) and token_types[token_id] == CONTROL}
     if ids.keys() & {"<|call|>", "<|calls|>"} and ids.keys() & {"<|return|>", "<|flush|>"}:
-        found -= {ids.get("<|end|>")}  # ends a message of a turn that goes on, as in llama.cpp
-    return sorted(found)
+        stops -= {ids.get("<|end|>")}  # here, <|end|> ends a message but not the turn, as in llama.cpp
+    return sorted(stops)
 
 
-def _index(metadata: Mapping[str, Any], name: str) -> int | None:
-    index = metadata.get(KEYS + name)
-    return index if type(index) is int and 0 <= index < 2**31 else None
+def _token_id(metadata: Mapping[str, Any], name: str) -> int | None:
+    token_id = metadata.get(KEYS + name)
+    return token_id if type(token_id) is int and 0 <= token_id < 2**31 else None
 
 
 def _strings(metadata: Mapping[str, Any], name: str) -> Sequence[str]:
     values = metadata.get(KEYS + name, [])
-    valid = isinstance(values, list) and all(isinstance(value, str) for value in values)
-    check(valid, f"{KEYS}{name} must be a list of texts.", DataError)
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise DataError(f"{KEYS}{name} must be a list of strings. Download the GGUF file again.")
     return values
 
 
 def _numbers(metadata: Mapping[str, Any], name: str, count: int, default: Any) -> Sequence[Any]:
     values = metadata.get(KEYS + name, [default] * count)
-    valid = isinstance(values, list) and len(values) == count and not any(isinstance(each, str) for each in values)
-    check(valid, f"{KEYS}{name} must be a list of {count} numbers, one for each token.", DataError)
+    is_list = isinstance(values, list) and len(values) == count
+    if not is_list or any(isinstance(value, str) for value in values):
+        raise DataError(
+            f"{KEYS}{name} must be a list of {count} numbers, one for each token. Download the GGUF file again."
+        )
     return values
 
 
 def _vocabulary(metadata: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[int]]:
-    """Return all pieces, which must be different, and their kinds."""
+    """Return the tokens and their types. Raises DataError if two tokens are equal."""
     tokens = _strings(metadata, "tokens")
-    check(len(tokens) > 0, f"{KEYS}tokens is missing: the file has no tokenizer. Give another one.", DataError)
-    twice = len(set(tokens)) < len(tokens)
-    check(not twice, f"{KEYS}tokens has the same piece twice: give another tokenizer.", DataError)
+    if not tokens:
+        raise DataError(f"{KEYS}tokens is missing, so the GGUF file has no tokenizer. Give another tokenizer.")
+    if len(set(tokens)) < len(tokens):
+        raise DataError(f"{KEYS}tokens contains the same token twice. Give another tokenizer.")
     return tokens, _numbers(metadata, "token_type", len(tokens), NORMAL)
 
 
 def is_phi3(name: str) -> bool:
-    """Return whether a model of this name is one of Phi-3 for llama.cpp."""
+    """Return whether llama.cpp treats a model with this name as Phi-3."""
     return "phi-3" in name.lower() or "phi3" in name.lower()
 
 
-def _stripping(metadata: Mapping[str, Any]) -> set[str]:
-    """Return the special tokens that take the blanks behind them: llama.cpp knows Phi-3's by the model's name."""
+def _stripping_tokens(metadata: Mapping[str, Any]) -> set[str]:
+    """Return the special tokens that strip the whitespace after them. llama.cpp derives them from the model's name."""
     if not is_phi3(str(metadata.get(NAME))):
         return set()
-    pairs = zip(*_vocabulary(metadata), strict=True)
-    special = {token for token, kind in pairs if kind in (CONTROL, UNKNOWN, USER_DEFINED)}
+    typed_tokens = zip(*_vocabulary(metadata), strict=True)
+    special = {token for token, token_type in typed_tokens if token_type in (CONTROL, UNKNOWN, USER_DEFINED)}
     return special - NOT_STRIPPING
 
 
@@ -291,9 +296,10 @@ def _bpe(metadata: Mapping[str, Any]) -> Any:
         )
     pre = PRE_TOKENIZERS[name]
     tokens, kinds = _vocabulary(metadata)
-    merges = [_pair(merge) for merge in _strings(metadata, "merges")]
-    check(all(len(pair) == 2 for pair in merges), f"{KEYS}merges must be pairs with a blank in between.", DataError)
-    pairs = [(pair[0], pair[1]) for pair in merges]
+    merges = [_split_merge(merge) for merge in _strings(metadata, "merges")]
+    if not all(len(merge) == 2 for merge in merges):
+        raise DataError(f"{KEYS}merges must be pairs of tokens, separated by a space. Download the GGUF file again.")
+    pairs = [(merge[0], merge[1]) for merge in merges]
     vocab = {token: index for index, token in enumerate(tokens)}
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN), None)
     options: dict[str, Any] = dict(unk_token=unknown, fuse_unk=True, byte_fallback=True) if pre.raw else {}
@@ -309,43 +315,43 @@ def _bpe(metadata: Mapping[str, Any]) -> Any:
     inner.pre_tokenizer = pre_tokenizers.Sequence(splits)
     if pre.form is not None:
         inner.normalizer = getattr(normalizers, pre.form)()
-    stripping = _stripping(metadata)
+    stripping = _stripping_tokens(metadata)
     for token, kind in zip(tokens, kinds, strict=True):
         if kind in (CONTROL, UNKNOWN, USER_DEFINED):
-            strips = token in stripping
-            special = AddedToken(token, special=kind != USER_DEFINED, normalized=False, rstrip=strips)
-            (inner.add_special_tokens if special.special else inner.add_tokens)([special])
+            added = AddedToken(token, special=kind != USER_DEFINED, normalized=False, rstrip=token in stripping)
+            (inner.add_special_tokens if added.special else inner.add_tokens)([added])
     return inner
 
 
-def _pair(merge: str) -> list[str]:
+def _split_merge(merge: str) -> list[str]:
     """Split a merge at the first space after its first character, as llama.cpp does."""
-    cut = merge.find(" ", 1)
-    return [merge] if cut < 0 else [merge[:cut], merge[cut + 1 :]]
+    position = merge.find(" ", 1)
+    return [merge] if position < 0 else [merge[:position], merge[position + 1 :]]
 
 
-def _pieces(metadata: Mapping[str, Any]) -> Any:
-    """Make a BPE of SentencePiece."""
+def _sentencepiece_bpe(metadata: Mapping[str, Any]) -> Any:
+    """Make a SentencePiece BPE."""
     try:
-        import tokenizers  # noqa: F401 - an error that names the extra
+        import tokenizers  # noqa: F401 - raises an error that names the extra
     except ImportError as error:
         raise missing_package("tokenizers", "hf") from error
     tokens, kinds = _vocabulary(metadata)
     scores = _numbers(metadata, "scores", len(tokens), 0.0)
     rows = zip(tokens, scores, kinds, strict=True)
     pieces = [types.SimpleNamespace(piece=piece, score=score, type=kind) for piece, score, kind in rows]
-    check(UNKNOWN in kinds, f"{KEYS}token_type has no unknown token (2): give another tokenizer.", DataError)
+    if UNKNOWN not in kinds:
+        raise DataError(f"{KEYS}token_type must contain an unknown token (type {UNKNOWN}). Give another tokenizer.")
     spec = types.SimpleNamespace(
         add_dummy_prefix=bool(metadata.get(KEYS + "add_space_prefix", True)),
         remove_extra_whitespaces=bool(metadata.get(KEYS + "remove_extra_whitespaces", False)),
     )
     trainer = types.SimpleNamespace(byte_fallback=BYTE in kinds)
     model = types.SimpleNamespace(pieces=pieces, normalizer_spec=spec, trainer_spec=trainer)
-    return formats.from_pieces(model, is_bpe=True, stripping=_stripping(metadata))
+    return formats.from_pieces(model, is_bpe=True, stripping=_stripping_tokens(metadata))
 
 
-def _add_ends(inner: Any, settings: Mapping[str, Any]) -> None:
-    """Let texts begin and end as the file says."""
+def _add_bos_and_eos(inner: Any, settings: Mapping[str, Any]) -> None:
+    """Add a post-processor for the tokens at the start and end of texts, according to `add_bos_token` etc."""
     from tokenizers import processors
 
     bos = settings["bos_token"] if settings["add_bos_token"] else None
@@ -353,9 +359,9 @@ def _add_ends(inner: Any, settings: Mapping[str, Any]) -> None:
     tokens = [token for token in (bos, eos) if token is not None]
     if not tokens:
         return
-    form = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
+    template = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
     inner.post_processor = processors.TemplateProcessing(
-        single=form,
-        pair=[*form, *(part.replace("$A", "$B") for part in form)],
+        single=template,
+        pair=[*template, *(part.replace("$A", "$B") for part in template)],
         special_tokens=[(token, inner.token_to_id(token)) for token in dict.fromkeys(tokens)],
     )

@@ -1,4 +1,4 @@
-"""New directories of exports, which appear completely or not at all."""
+"""Directories of exports, which are written completely or not at all, and the tokenizer files in them."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from eqx_decoders.errors import ConversionError, check
+from eqx_decoders.errors import ConversionError
 from eqx_decoders.io.atomic_files import expanded
 from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.gguf.gguf_tokenizer import write_tokenizer
@@ -21,35 +21,39 @@ from eqx_decoders.io.text.tokenizer_formats import find_tokenizer_file
 
 
 def check_new_directory(directory: str | Path) -> None:
-    """Raise ConversionError if `exported_directory` could not make a directory, as seen by the first process."""
+    """Raise ConversionError if the first process could not create the directory. All processes must call it."""
     folder = Path(expanded(directory)).absolute()
-    refusal = from_first("export", _refusal(folder) if jax.process_index() == 0 else None)
-    check(refusal is None, f"{folder} {refusal}.", ConversionError)
+    message = from_first("export", _reason_against(folder) if jax.process_index() == 0 else None)
+    if message is not None:
+        raise ConversionError(message)
 
 
-def _refusal(folder: Path) -> str | None:
+def _reason_against(folder: Path) -> str | None:
+    """Return an error message if an export cannot be written to `folder`, else None."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        return "is not empty: give a new directory"
-    above = next(path for path in folder.parents if path.exists())
-    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
-        return f"cannot be made: {above} is not a directory that may be written to"
+        return f"{folder} is not empty. Give a new or empty directory for the export."
+    parent = next(path for path in folder.parents if path.exists())
+    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+        return f"{folder} cannot be created, because {parent} is not a writable directory. Give another directory."
     return None
 
 
 @contextlib.contextmanager
 def exported_directory(directory: str | Path) -> Iterator[Path | None]:
-    """Make a directory for the block to fill, which gets its name at the end; None in all processes but the first.
+    """Yield a temporary directory, which is renamed to `directory` after the with block; None in other processes.
 
-    Raises ConversionError if `directory` is neither new nor an empty directory, or cannot be written. All processes
-    wait for each other at the end.
+    The first process gets the directory. If the with block raises an error, the temporary directory is removed. All
+    processes must call it and wait for each other at the end. Raises ConversionError if `directory` is not empty or
+    cannot be written.
     """
-    folder, partial = Path(expanded(directory)).absolute(), None
+    folder = Path(expanded(directory)).absolute()
+    partial = None
     check_new_directory(folder)
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:
             folder.parent.mkdir(parents=True, exist_ok=True)
             partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-            stack.callback(shutil.rmtree, partial, ignore_errors=True)  # the rest of it after an error
+            stack.callback(shutil.rmtree, partial, ignore_errors=True)  # has no effect after the renaming
             partial.chmod(0o755)
         yield partial
         if partial is not None:
@@ -60,19 +64,18 @@ def exported_directory(directory: str | Path) -> Iterator[Path | None]:
 
 
 def check_tokenizer(source: Path) -> None:
-    """Raise ConversionError for a path from which `copy_tokenizer` would copy nothing."""
-    is_there = source.is_dir() or (is_gguf(source) and source.is_file())
-    check(
-        is_there,
-        f"save_hf: tokenizer={str(source)!r} is neither a directory nor a GGUF file: give one that holds a tokenizer.",
-        ConversionError,
-    )
+    """Raise ConversionError for a path from which `copy_tokenizer` cannot copy."""
+    if not source.is_dir() and not (is_gguf(source) and source.is_file()):
+        raise ConversionError(
+            f"save_hf: tokenizer={str(source)!r} must be a directory or a GGUF file that contains a tokenizer."
+        )
 
 
 def copy_tokenizer(source: str | Path | None, folder: Path) -> None:
-    """Copy the files of a tokenizer and the generation settings that exist.
+    """Copy the files of a tokenizer, its chat templates and `generation_config.json`, as far as they exist.
 
-    If `source` has several different chat templates, the copy only has the template that `load_chat_template` loads.
+    `source`: a directory or a GGUF file. With None and other paths, nothing is copied. If `source` has several
+    different chat templates, the copy has only the template that `load_chat_template` loads.
     """
     if source is not None and is_gguf(source) and Path(source).is_file():
         write_tokenizer(source, folder)

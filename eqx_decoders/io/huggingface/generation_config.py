@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from eqx_decoders.core.sampling import GenerationConfig
-from eqx_decoders.errors import ConversionError, check
+from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.config_keys import GENERATION_DEFAULTS
 from eqx_decoders.io.atomic_files import write_json
 from eqx_decoders.io.huggingface.directory import Directory
 
 
 def read_generation_config(directory: str | Path | Directory) -> GenerationConfig:
-    """Read the settings in a directory's `generation_config.json`.
+    """Return the settings in a directory's `generation_config.json`.
 
     Without that file, the settings in `config.json` are used, as in transformers. Values equal to the defaults of
     transformers 4 are ignored there, because transformers 4 writes its defaults into every `config.json`.
@@ -27,23 +27,23 @@ def read_generation_config(directory: str | Path | Directory) -> GenerationConfi
     else:
         name = "config.json"
         content = _settings_in_config(folder.json(name) if folder.has(name) else {})
-    where = f"{folder.path / name}"
-    flag = content.get("do_sample")
-    check(
-        flag is None or isinstance(flag, bool), f"{where}: do_sample={flag!r} must be true or false.", ConversionError
-    )
+    path = folder.path / name
+    do_sample = content.get("do_sample")
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise ConversionError(f"{path}: do_sample={str(do_sample)[:60]!r} must be true or false.")
     top_k = content.get("top_k")
-    whole = top_k is None or (isinstance(top_k, int) and not isinstance(top_k, bool) and 0 <= top_k < 1e9)
-    check(whole, f"{where}: top_k={str(top_k)[:60]} must be an integer of at least 0.", ConversionError)
-    top_p, penalty = _number(where, content, "top_p", most=1), _number(where, content, "repetition_penalty")
+    if top_k is not None and not (type(top_k) is int and 0 <= top_k < 1e9):
+        raise ConversionError(f"{path}: top_k={str(top_k)[:60]} must be an integer from 0 to 999,999,999.")
+    top_p = _number(path, content, "top_p", maximum=1)
+    repetition_penalty = _number(path, content, "repetition_penalty")
     return GenerationConfig(
-        stop_ids=parse_token_ids(f"{where}: eos_token_id", content.get("eos_token_id")),
-        do_sample=flag,
-        temperature=_number(where, content, "temperature"),
+        stop_ids=parse_token_ids(f"{path}: eos_token_id", content.get("eos_token_id")),
+        do_sample=do_sample,
+        temperature=_number(path, content, "temperature"),
         top_k=top_k or None,
         top_p=None if top_p in (0, 1) else top_p,
-        min_p=_number(where, content, "min_p", most=1) or None,
-        repetition_penalty=None if penalty in (0, 1) else penalty,
+        min_p=_number(path, content, "min_p", maximum=1) or None,
+        repetition_penalty=None if repetition_penalty in (0, 1) else repetition_penalty,
     )
 
 
@@ -75,13 +75,13 @@ def add_stop_ids(folder: Path, ids: Sequence[int], tokenizer_ids: Mapping[str, i
             content = content | {"eos_token_id": found["eos_token_id"]}
     else:
         content = _settings_in_config(config) | found
-    added = _with_stop_ids(folder / name, content, ids)
+    added = _write_with_stop_ids(folder / name, content, ids)
     if config:
         if config.get("eos_token_id") is None and text_config.get("eos_token_id") is not None:
             # In multimodal models, ids at the top level of config.json override the ids in text_config.
             old = parse_token_ids(f"{folder / 'config.json'}: text_config.eos_token_id", text_config["eos_token_id"])
             config = config | {"eos_token_id": list(old)}
-        _with_stop_ids(folder / "config.json", config, ids)
+        _write_with_stop_ids(folder / "config.json", config, ids)
     return added
 
 
@@ -91,28 +91,32 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text_config if isinstance(text_config, Mapping) else {}
 
 
-def _with_stop_ids(path: Path, content: Mapping[str, Any], ids: Sequence[int]) -> tuple[int, ...]:
+def _write_with_stop_ids(path: Path, content: Mapping[str, Any], ids: Sequence[int]) -> tuple[int, ...]:
+    """Write `content` with additional `eos_token_id`, if any are new. Returns the new ids."""
     old = parse_token_ids(f"{path}: eos_token_id", content.get("eos_token_id"))
-    new = tuple(index for index in ids if index not in old)
+    new = tuple(token_id for token_id in ids if token_id not in old)
     if new:
-        known = [*old, *new]
-        write_json(path, dict(content) | {"eos_token_id": known if len(known) > 1 else known[0]})
+        all_ids = [*old, *new]
+        write_json(path, dict(content) | {"eos_token_id": all_ids if len(all_ids) > 1 else all_ids[0]})
     return new
 
 
 def parse_token_ids(where: str, value: Any) -> tuple[int, ...]:
-    """Parse the ids in `eos_token_id`: null, one or a list. Negative ones, which some files have, stand for none."""
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    few = len(values) <= 1000
-    if not few or not all(isinstance(id_, int) and not isinstance(id_, bool) and id_ < 2**31 for id_ in values):
+    """Return the ids in a value of `eos_token_id`: null, an id or a list of ids. Negative ids mean that there is no id.
+
+    `where`: name of the value in error messages.
+    """
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if len(ids) > 1000 or not all(type(token_id) is int and token_id < 2**31 for token_id in ids):
         shown = str(value[:5] if isinstance(value, list) else value)[:60]
-        raise ConversionError(f"{where}={shown} must be a token id or a list of at most 1000 of them.")
-    return tuple(id_ for id_ in values if id_ >= 0)
+        raise ConversionError(f"{where}={shown} must be a token id or a list of at most 1000 token ids.")
+    return tuple(token_id for token_id in ids if token_id >= 0)
 
 
-def _number(where: str, content: Mapping[str, Any], key: str, most: int = 1_000_000_000) -> float | None:
+def _number(path: Path, content: Mapping[str, Any], key: str, maximum: int = 1_000_000_000) -> float | None:
     value = content.get(key)
-    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
-    rule = f"must be a number from 0 to {most:,}"
-    check(value is None or number, f"{where}: {key}={str(value)[:60]} {rule}.", ConversionError)
-    return None if value is None else float(value)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= maximum:
+        raise ConversionError(f"{path}: {key}={str(value)[:60]} must be a number from 0 to {maximum:,}.")
+    return float(value)

@@ -1,5 +1,6 @@
-"""Repositories on huggingface.co: their local copies."""
+"""Sources of checkpoints: directories, GGUF files and repositories on huggingface.co; and their fingerprints."""
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -11,8 +12,7 @@ from eqx_decoders.io.text.chat_template import ADDITIONAL
 from eqx_decoders.io.text.tokenizer_formats import PATTERNS
 
 
-# Files of a tokenizer, and of a processor of images and audio; copied into an export, never interpreted here but for
-# the .json files.
+# Files of tokenizers and of processors of images and audio. Exports copy them.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -32,9 +32,9 @@ TOKENIZER_FILES = (
 
 
 def resolve(source: str | Path, revision: str | None = None) -> Directory:
-    """Return the directory or GGUF file `source`, or the local copy of the repository `"org/name"`.
+    """Return the directory or GGUF file `source`, or a local copy of the repository `"org/name"`.
 
-    Raises ConversionError for a run directory.
+    Raises ConversionError for a run directory, and for a repository that cannot be downloaded.
     """
     path = Path(expanded(source))
     if not (path / "config.json").is_file() and is_of_a_run(path):
@@ -58,17 +58,42 @@ def _download(name: str, revision: str | None) -> str:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise missing_package("huggingface_hub", "hf") from error
-    wanted = ["*.json", "model.safetensors", "model-*-of-*.safetensors", *TOKENIZER_FILES]
-    wanted += [*PATTERNS, f"{ADDITIONAL}/*.jinja"]
-    # Other subfolders hold other formats of the same weights. Of the files in subfolders, only names of templates
-    # (.jinja) end with "a".
-    nested = ["*/*[!a]"]
+    allowed = ["*.json", "model.safetensors", "model-*-of-*.safetensors", *TOKENIZER_FILES]
+    allowed += [*PATTERNS, f"{ADDITIONAL}/*.jinja"]
+    # Subfolders contain other formats of the same weights, and chat templates. "a" is the last letter of .jinja.
+    ignored = ["*/*[!a]"]
     try:
-        return snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=nested)
-    except Exception as error:  # of huggingface_hub, of its transport, and OSError
+        return snapshot_download(name, revision=revision, allow_patterns=allowed, ignore_patterns=ignored)
+    except Exception as error:  # exceptions of huggingface_hub and its HTTP client, and OSError
         lines = str(error).strip().splitlines() or [""]
         cause = f"{type(error).__name__}: {' '.join(dict.fromkeys((lines[0][:200], lines[-1][:200])))}"
         raise ConversionError(
-            f"{name!r} is no directory here, and could not be downloaded ({cause}). Check the name and the network, or "
-            "give a directory."
+            f"{name!r} is not a local directory, and could not be downloaded as a repository ({cause}). Check the name "
+            "and the network, or give a directory."
         ) from error
+
+
+_BLOCK_BYTES = 4096
+_NUM_BLOCKS = 64
+
+
+def fingerprint(source: str | Path) -> str:
+    """Return a hash of a checkpoint's `config.json`, and of the sizes and 64 blocks of each file with weights.
+
+    The blocks are evenly spaced. Training changes nearly every weight, so that the hash changes. The hash may stay the
+    same if only a few weights were edited.
+    """
+    path = Path(resolve(source).path)
+    suffixes = (".safetensors", ".gguf")
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in suffixes)
+    digest = hashlib.blake2b(digest_size=16)
+    if (path / "config.json").is_file():
+        digest.update((path / "config.json").read_bytes())
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as stream:
+            for block in range(_NUM_BLOCKS):
+                stream.seek(max(0, size - _BLOCK_BYTES) * block // (_NUM_BLOCKS - 1))
+                digest.update(stream.read(_BLOCK_BYTES))
+    return digest.hexdigest()

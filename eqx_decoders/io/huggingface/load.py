@@ -31,7 +31,7 @@ from eqx_decoders.families.weight_rows import Section, WeightMapping
 from eqx_decoders.io.huggingface.directory import FLOATS, Directory, StoredTensor, check_dtypes, check_tensors
 from eqx_decoders.io.huggingface.generation_config import parse_token_ids, read_generation_config
 from eqx_decoders.io.huggingface.hub import resolve
-from eqx_decoders.io.huggingface.quantized import checkpoint_tensors, keep, read_scheme, without_empty_biases
+from eqx_decoders.io.huggingface.quantized import checkpoint_tensors, keep, read_scheme, without_zero_biases
 from eqx_decoders.io.huggingface.tensor_copy import copy_in_pieces, einops_sizes
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.model.decoder import Decoder
@@ -45,8 +45,8 @@ from eqx_decoders.sharding.layout import Layout, device_bytes
 
 QuantizedName = Literal["expand", "keep"]
 
-_MAX_READ = 64_000_000  # bytes in float32 of a tensor that are read at a time
-_MAX_COMPARED = 4_000_000  # numbers of a table that are compared at a time
+_MAX_READ = 64_000_000  # bytes (in float32) of a tensor that are read at a time
+_MAX_COMPARED = 4_000_000  # elements of a table that are compared at a time
 _ALIGNMENT = 64  # bytes; JAX shares the memory of a NumPy array if its address is a multiple of this number
 
 
@@ -71,7 +71,7 @@ def abstract_hf(
     **execution: Unpack[PrecisionOptions],
 ) -> Decoder:
     """Return the model of `load_hf` as a tree of `jax.ShapeDtypeStruct` with shardings, without reading weights."""
-    target, _, _ = _target(resolve(source, revision), dtype, layout, dict(execution), text_only, quantized)
+    target, _, _ = _prepare(resolve(source, revision), dtype, layout, dict(execution), text_only, quantized)
     return target
 
 
@@ -102,7 +102,8 @@ def load_hf(
         keep the quantized values (`QuantizedWeight`) where this is possible (`quantized.keep`).
     - `execution`: other fields of `Execution`, such as `remat="full"`. `precision` takes precedence over `dtype`.
     """
-    target, mappings, tensors = _target(resolve(source, revision), dtype, layout, dict(execution), text_only, quantized)
+    directory = resolve(source, revision)
+    target, mappings, tensors = _prepare(directory, dtype, layout, dict(execution), text_only, quantized)
     shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     leaves = stored_leaves(shapes)
     total = sum(len(_local_shards(leaf)) * device_bytes(leaf) for leaf in leaves.values())
@@ -113,11 +114,11 @@ def load_hf(
 
 def stored_weights(directory: str | Path) -> tuple[dict[str, WeightMapping], dict[str, StoredTensor]]:
     """Return the mapping of each weight of a directory to tensors, by path, and these tensors, by their full names."""
-    _, mappings, tensors = _target(resolve(directory), jnp.float32, None, {})
+    _, mappings, tensors = _prepare(resolve(directory), jnp.float32, None, {})
     return mappings, {name: tensors[name] for mapping in mappings.values() for name in mapping.names}
 
 
-def _target(
+def _prepare(
     directory: Directory,
     dtype: DTypeLike | None,
     layout: Layout | None,
@@ -125,10 +126,14 @@ def _target(
     text_only: bool = False,
     quantized: QuantizedName = "expand",
 ) -> tuple[Decoder, dict[str, WeightMapping], dict[str, StoredTensor]]:
-    """Return the model as a tree of shapes, the mapping of each weight to tensors, and the tensors."""
+    """Read everything but the weights: return the model as a tree of shapes, the mapping of each weight to tensors, and
+    the tensors.
+
+    Raises ConversionError for all errors of `load_hf`.
+    """
     check_option("load_hf: quantized", quantized, get_args(QuantizedName))
     config, origin, family = _read_config(directory, text_only)
-    tensors = _without_ignored(_stored(directory, text_only), family, config)
+    tensors = _without_ignored(_dequantized_tensors(directory, text_only), family, config)
     tensors = _without_fixed(tensors, family.fixed_tensors(config))
     family = family.for_tensors(tensors)
     check_dtypes(tensors, family.integer_tensors)
@@ -143,21 +148,21 @@ def _target(
     target = dataclasses.replace(target, origin=origin)
     mappings = family.bind(target)
     tensors = _without_copies(tensors, family.copied(config))
-    wanted = {name: mapping.shape for mapping in mappings.values() for name in mapping.names}
-    tensors = without_empty_biases(tensors, wanted)
+    expected = {name: mapping.shape for mapping in mappings.values() for name in mapping.names}
+    tensors = without_zero_biases(tensors, expected)
     check_tensors(
         directory.path,
         tensors,
-        wanted,
-        rule="The tensors must be those that config.json describes",
-        owner="weight",
+        expected,
+        rule="The tensors must match the model that config.json describes",
+        unexpected="belongs to no weight",
         source="config.json",
     )
     return keep(target, mappings, tensors) if quantized == "keep" else (target, mappings, tensors)
 
 
-def _stored(directory: Directory, text_only: bool) -> dict[str, StoredTensor]:
-    """Return the tensors of a directory by name.
+def _dequantized_tensors(directory: Directory, text_only: bool) -> dict[str, StoredTensor]:
+    """Return the tensors of a directory by name; reading a quantized tensor dequantizes it.
 
     With `text_only`, returns the tensors of the decoder, by their names in its text family.
     """
@@ -173,7 +178,7 @@ def _stored(directory: Directory, text_only: bool) -> dict[str, StoredTensor]:
 def _read_config(directory: Directory, text_only: bool = False) -> tuple[DecoderConfig, Provenance, Family]:
     content = directory.json("config.json")
     config, settings, family = decode_config(content, f"{directory.path}/config.json", text_only=text_only)
-    config = _with_stored_depths(config, directory, family, text_only)
+    config = _with_stored_mtp_layers(config, directory, family, text_only)
     generation = read_generation_config(directory)
     if not generation.stop_ids:
         stops = parse_token_ids("config.json: eos_token_id", content.get("eos_token_id"))
@@ -212,7 +217,7 @@ def decode_config(
     return config, settings, family
 
 
-def _with_stored_depths(
+def _with_stored_mtp_layers(
     config: DecoderConfig, directory: Directory, family: Family, text_only: bool = False
 ) -> DecoderConfig:
     """Return the configuration with the layers of multi-token prediction (MTP) whose weights are stored.
@@ -224,7 +229,7 @@ def _with_stored_depths(
     has_weights = directory.has("model.safetensors") or directory.has("model.safetensors.index.json")
     if (config.mtp is None and with_depths is None) or not has_weights:
         return config
-    stored = _stored(directory, text_only)
+    stored = _dequantized_tensors(directory, text_only)
     if with_depths is not None:
         count = family.stored_depths(map(family.stored_name, stored))
         config = with_depths(config, count) if count else dataclasses.replace(config, mtp=None)
@@ -368,18 +373,18 @@ def _read_shard(
         shard_layer = tuple(number - part.start for number, part in zip(layer, stack_index, strict=True))
         for start, piece in _pieces(mapping, tensor_index):
             slices = tuple(slice(first, first + len(part)) for first, part in zip(start, piece, strict=True))
-            target = shard[(*shard_layer, ...)][(*slices, ...)]  # a view, even of a single number
+            target = shard[(*shard_layer, ...)][(*slices, ...)]  # a view, also for an array without dimensions
             copy_in_pieces(target, _read_part(tensors[mapping.name(layer)], mapping, piece))
             status.add(target.nbytes)
     return shard
 
 
 def _pieces(mapping: WeightMapping, index: tuple[range, ...]) -> Iterator[tuple[tuple[int, ...], tuple[range, ...]]]:
-    """Split the part `index` of a weight into pieces that consist of few rows of the stored tensor.
+    """Split the part `index` of a weight into pieces of at most `_MAX_READ` bytes along the stored tensor's rows.
 
     Yields the start of each piece within the part, and the index of the piece in the weight.
     """
-    if not index:  # a single number
+    if not index:  # an array without dimensions
         yield (), ()
         return
     row_axis = mapping.groups[0][0]

@@ -1,8 +1,8 @@
 """Adapter directories of PEFT, loaded and saved without PEFT: `adapter_config.json` and `adapter_model.safetensors`.
 
-PEFT adds two matrices to a module's weight, `lora_A` [r, in] and `lora_B` [out, r], here called its low-rank pair, and
-with DoRA `lora_magnitude_vector` [out]. The family's table of weights says which of our dimensions are folded into in
-and out.
+PEFT adds two matrices to a module's weight, `lora_A` [r, in] and `lora_B` [out, r], here called its LoRA pair, and with
+DoRA `lora_magnitude_vector` [out]. The family's table of weights determines which axes of our weights form `in` and
+`out`.
 """
 
 import dataclasses
@@ -20,14 +20,13 @@ from einops import rearrange
 from jax.typing import DTypeLike
 
 from eqx_decoders.core.config_reader import Fields
-from eqx_decoders.errors import ConversionError, check
+from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.atomic_files import write_json
 from eqx_decoders.io.huggingface.directory import Directory, StoredTensor, check_dtypes, check_tensors, stored_tensors
-from eqx_decoders.io.huggingface.export import exported
-from eqx_decoders.io.huggingface.export_config import export_config
+from eqx_decoders.io.huggingface.export import export_config, import_safetensors, save_tensors, tensor_makers
 from eqx_decoders.io.huggingface.export_directory import copy_tokenizer, exported_directory
 from eqx_decoders.io.huggingface.gather import on_first_host
 from eqx_decoders.io.huggingface.load import equal_tables, load_weight, read_layer
@@ -39,7 +38,6 @@ from eqx_decoders.io.huggingface.peft_experts import (
     single_expert,
     with_fused_experts,
 )
-from eqx_decoders.io.huggingface.safetensors_files import safetensors, save_tensors
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.init import abstract
@@ -52,18 +50,18 @@ from eqx_decoders.sharding.layout import Layout, device_bytes, out_shardings, pa
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _WEIGHT = "base_model.model.", ".weight"
-_ROWS = ".token_adapter.trainable_tokens_delta"
-_ENDS = rf"({re.escape(_ROWS)}|\.(lora_[AB]\.weight|lora_magnitude_vector|weight|bias))$"
+_TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
+_ENDINGS = rf"({re.escape(_TOKEN_ROWS)}|\.(lora_[AB]\.weight|lora_magnitude_vector|weight|bias))$"
 
 
 def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None = None) -> Decoder:
-    """Add the low-rank pairs of a PEFT adapter to a model's weights, each created on its devices.
+    """Return the model with the LoRA pairs of a PEFT adapter, each created on its devices.
 
     **Arguments:**
 
-    - `model`: the adapter's base, without pairs.
-    - `directory`: with `adapter_config.json` and `adapter_model.safetensors`.
-    - `dtype`: of the pairs; None for the model's parameter dtype.
+    - `model`: the adapter's base model, without LoRA pairs.
+    - `directory`: directory with `adapter_config.json` and `adapter_model.safetensors`.
+    - `dtype`: dtype of the pairs; None: the model's parameter dtype.
 
     Magnitudes of DoRA become differences from the column norms of the base weights. For PiSSA
     (`init_lora_weights="pissa"`) the largest singular values are first subtracted from the weights, as PEFT does when
@@ -83,8 +81,9 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
     Raises ConversionError if the adapter belongs to another model, is not LoRA, lacks one tensor of a pair, or has
     unknown settings.
     """
-    folder, present = Directory(directory), low_rank_weights(model)
-    check(not present, "load_peft: the model has low-rank pairs already. Call merge_lora first.", ConversionError)
+    if low_rank_weights(model):
+        raise ConversionError("load_peft: the model already has LoRA pairs. Merge them with merge_lora first.")
+    folder = Directory(directory)
     settings = read_settings(Fields(folder.json(CONFIG), CONFIG))
     family, _ = export_config(model)
     shapes = plain_shapes(model)
@@ -101,7 +100,7 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
         lambda name: next((found for found in _current_names(family, name) if found in parameter_names), name),
     )
     known = {name for weight in weights.values() for name in weight.tensors} | module_shapes.keys()
-    known |= {name.removesuffix(_WEIGHT) + _ROWS for name in module_shapes}
+    known |= {name.removesuffix(_WEIGHT) + _TOKEN_ROWS for name in module_shapes}
     tensors, file_names = _with_current_names(family, others, known, renamed_modules(shapes, family))
     tensors |= {_PREFIX + name: tensor for name, tensor in expert_tensors.items()}
     settings = dataclasses.replace(settings, file_names=file_names | file_parameters)
@@ -119,7 +118,7 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
         expected_shapes,
         rule="An adapter must have both factors of each adapted weight and all tensors of saved modules, and no other "
         "tensors",
-        verdict="is not a LoRA pair or a saved module of this model",
+        unexpected="is not a LoRA pair or a saved module of this model",
         source=f"the model and {settings.described}",
     )
     if not expected_shapes and not token_rows:
@@ -130,13 +129,16 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
     model = _with_saved_modules(model, modules, tensors, settings, folder.path / CONFIG)
     model = _with_token_rows(model, modules, token_rows, settings, folder.path / CONFIG)
     params = np.dtype(model.execution.precision.params if dtype is None else dtype)
-    leaves, nodes = whole_weights(model)[1], {}
+    leaves = whole_weights(model)[1]
+    nodes: dict[str, LowRank] = {}
     is_abstract = any(
         isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves([leaves[path] for path in weights])
     )
-    text = f"{folder.path / CONFIG}: use_dora and init_lora_weights='pissa' are read beside the weights"
-    free = not (is_abstract and (settings.dora or settings.pissa))
-    check(free, f"{text}, and this model has shapes alone.", ConversionError)
+    if is_abstract and (settings.dora or settings.pissa):
+        raise ConversionError(
+            f"{folder.path / CONFIG}: use_dora and init_lora_weights='pissa' need the values of the base weights, but "
+            "this model is abstract. Load the model with load_hf."
+        )
     for path, weight in weights.items():
         parts, scale = weight.load(tensors, settings, params)
         nodes[path] = LowRank(base=leaves[path], scale=scale, **parts)
@@ -145,7 +147,7 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
     target = replaced(model, nodes)
     shardings = named_leaves(model.execution.layout.shardings(target))
     arrays = {name: leaf for name, leaf in named_leaves(target).items() if isinstance(leaf, np.ndarray)}
-    adapted = replaced(target, {name: _placed(leaf, shardings[name]) for name, leaf in arrays.items()})
+    adapted = replaced(target, {name: _on_devices(leaf, shardings[name]) for name, leaf in arrays.items()})
     if not (settings.pissa or settings.dora):
         return adapted
     layout = model.execution.layout
@@ -167,7 +169,7 @@ def _check_no_embedding_pairs(
                 f"{file}: {name} is a LoRA pair of an embedding, which is not supported. Merge the adapter with PEFT's "
                 f"merge_and_unload, or remove the embedding from target_modules and train again."
             )
-        module = re.sub(_ENDS, "", name)
+        module = re.sub(_ENDINGS, "", name)
         if module in heads and re.search(r"\.lora_\w+(\.weight)?$", name):
             raise ConversionError(
                 f"{file}: {name} is a LoRA pair of the output head, which is not supported. Merge the adapter with "
@@ -193,7 +195,7 @@ def _without_token_rows(
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
     """Return the tensors without rows of trained tokens (`trainable_token_indices`), and these rows by path."""
     names = {
-        path: modules[path].names[0].removesuffix(_WEIGHT) + _ROWS
+        path: modules[path].names[0].removesuffix(_WEIGHT) + _TOKEN_ROWS
         for path in ("embedding.table", "head.kernel")
         if path in modules
     }
@@ -275,7 +277,7 @@ def _relative_to_base(layout: Layout, node: LowRank, settings: AdapterSettings, 
     )
 
 
-def _placed(factor: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+def _on_devices(factor: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):  # uncommitted, like the arrays of `init`
         return jax.device_put(factor)
     return jax.make_array_from_callback(factor.shape, sharding, lambda index: factor[index])
@@ -284,24 +286,24 @@ def _placed(factor: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
 def save_peft(
     model: Decoder, directory: str | Path, *, base_model: str = "", tokenizer: str | Path | None = None
 ) -> None:
-    """Write the low-rank pairs of a model as a directory that `PeftModel.from_pretrained` and `load_peft` open.
+    """Write the LoRA pairs of a model as a directory that `PeftModel.from_pretrained` and `load_peft` open.
 
     PiSSA pairs are written with twice the rank as a difference from the original weight, `scale (a b - a_0 b_0)`, as
     PEFT converts them. Weights in `model.saved_modules` are written completely and named in `modules_to_save` and
     `bias` of `adapter_config.json`: weights that `load_peft` read from an adapter, and weights that a `Trainer` trains
-    beside the pairs. A custom training loop must add the paths of such weights to `saved_modules`, or save the model
-    with `merge_lora` and `save_hf`.
+    in addition to the pairs. A custom training loop must add the paths of such weights to `saved_modules`, or save the
+    model with `merge_lora` and `save_hf`.
 
     **Arguments:**
 
-    - `model`: with pairs, of a family that Hugging Face knows.
-    - `directory`: a new or empty one; it appears completely or not at all.
-    - `base_model`: name or directory of the base, for PEFT's automatic classes.
+    - `model`: a model with LoRA pairs, of a family that Hugging Face knows.
+    - `directory`: a new or empty directory; it is written completely or not at all.
+    - `base_model`: name or directory of the base model, for PEFT's automatic classes.
     - `tokenizer`: directory from which the tokenizer, chat template and `generation_config.json` are copied. None:
         these files are not written.
 
-    Raises ConversionError where there is no pair, or one that PEFT has no name for. In a run of several processes all
-    of them must call it; the first one writes.
+    Raises ConversionError if the model has no pair, or if PEFT has no module for one. In a run of several processes,
+    all processes must call it, and the first process writes.
     """
     nodes, weights = adapter_plan(model)
     adapted = {module for path in nodes for module in weights[path].modules}
@@ -310,20 +312,26 @@ def save_peft(
         tensors: dict[str, np.ndarray] = {}
         for path, node in nodes.items():
             for name, part in on_originals(model.execution.layout, node).items():
-                whole = on_first_host(part)
-                tensors |= {} if whole is None else weights[path].factors[name].stored(whole)
-        for name, make_tensor in exported(named_leaves(model), saved).items():
+                gathered = on_first_host(part)
+                if gathered is not None:
+                    tensors |= weights[path].factors[name].stored(gathered)
+        for name, make_tensor in tensor_makers(named_leaves(model), saved).items():
             tensor = make_tensor()
             module = name.removeprefix(_PREFIX).removesuffix(".bias")
             if name.endswith(".bias") and module in adapted:
                 name = f"{_PREFIX}{module}.base_layer.bias"  # PEFT wraps adapted modules
-            tensors |= {} if tensor is None else {name: tensor}
+            if tensor is not None:
+                tensors[name] = tensor
         tensors |= {copy: tensors[name] for copy, name in copies.items() if name in tensors}
         if folder is not None:
             copy_tokenizer(tokenizer, folder)
-            kinds = {module: _kind(node) for path, node in nodes.items() for module in weights[path].modules}
+            ranks_and_scales = {
+                module: _written_rank_and_scale(node)
+                for path, node in nodes.items()
+                for module in weights[path].modules
+            }
             content = adapter_config(
-                kinds,
+                ranks_and_scales,
                 _modules(model),
                 dora=any(node.lora_magnitude is not None for node in nodes.values()),
                 inputs_first=any(weights[path].inputs_first for path in nodes),
@@ -336,16 +344,25 @@ def save_peft(
 def adapter_plan(model: Decoder) -> tuple[dict[str, LowRank], dict[str, "_AdaptableWeight"]]:
     """Return the pairs of a model (of arrays or shapes), and the weights that PEFT can adapt, by their paths.
 
-    Raises all errors that are known before `save_peft` writes anything.
+    Raises all errors of `save_peft` that can be detected before anything is written.
     """
-    safetensors()
+    import_safetensors()
     nodes = low_rank_weights(model)
-    check(bool(nodes), "save_peft: the model has no low-rank pairs. Add them with add_lora.", ConversionError)
-    kinds = {node.lora_magnitude is not None for node in nodes.values()}
-    check(len(kinds) == 1, "save_peft: some pairs have magnitudes and some have none. Use one kind.", ConversionError)
-    weights = _adaptable(_without_pairs(model), True in kinds)
-    lost = sorted(nodes.keys() - weights.keys())
-    check(not lost, f"save_peft: PEFT has no module for {', '.join(lost)}: merge or remove its pair.", ConversionError)
+    if not nodes:
+        raise ConversionError("save_peft: the model has no LoRA pairs. Add them with add_lora.")
+    is_dora = {node.lora_magnitude is not None for node in nodes.values()}
+    if len(is_dora) > 1:
+        raise ConversionError(
+            "save_peft: some LoRA pairs have DoRA magnitudes and some have none, but PEFT has one use_dora for an "
+            "adapter. Use DoRA for all pairs or for no pair."
+        )
+    weights = _adaptable(_without_pairs(model), True in is_dora)
+    unknown = sorted(nodes.keys() - weights.keys())
+    if unknown:
+        raise ConversionError(
+            f"save_peft: PEFT has no module for the LoRA pairs of {', '.join(unknown)}. Merge these pairs with "
+            "merge_lora, or train without them."
+        )
     _saved_module_plan(model)
     return nodes, weights
 
@@ -363,8 +380,8 @@ def _saved_module_plan(model: Decoder) -> tuple[dict[str, WeightMapping], dict[s
     base = _without_pairs(model)
     family, _ = export_config(base)
     leaves = named_leaves(base)
-    every = _module_mappings(base, family)
-    mappings = {path: mapping for path, mapping in every.items() if path in leaves}
+    all_mappings = _module_mappings(base, family)
+    mappings = {path: mapping for path, mapping in all_mappings.items() if path in leaves}
     missing = [path for path in model.saved_modules if path not in mappings]
     if missing:
         raise ConversionError(
@@ -385,7 +402,7 @@ def _saved_module_plan(model: Decoder) -> tuple[dict[str, WeightMapping], dict[s
     settings["bias"] = "all" if has_bias else "none"
     copies: dict[str, str] = {}
     if model.config.tied and "embedding.table" in saved:
-        head = every["head.kernel"].names[0]
+        head = all_mappings["head.kernel"].names[0]
         copies[head] = saved["embedding.table"].names[0]
         module = head.removeprefix(_PREFIX).removesuffix(_WEIGHT)
         settings["modules_to_save"] = sorted([*settings["modules_to_save"], module])
@@ -399,7 +416,7 @@ def _without_pairs(model: Decoder) -> Decoder:
 
 
 def on_originals(layout: Layout, node: LowRank) -> dict[str, jax.Array]:
-    """Return the factors and magnitudes of an adapter of the original weight, as PEFT has them."""
+    """Return the factors and magnitudes of a pair relative to the original weight, as PEFT stores them."""
     parts = {"lora_a": node.lora_a, "lora_b": node.lora_b, "lora_magnitude": node.lora_magnitude}
     parts = {name: part for name, part in parts.items() if part is not None}
     if node.start_a is None and node.lora_magnitude is None:
@@ -414,13 +431,13 @@ def on_originals(layout: Layout, node: LowRank) -> dict[str, jax.Array]:
             found["lora_magnitude"] = node.column_norms()[0] + node.lora_magnitude
         return found
 
-    places = {name: part.sharding for name, part in parts.items()}
-    auto = layout.automatically(run, lambda _: {name: place.spec for name, place in places.items()})
+    specs = {name: part.sharding.spec for name, part in parts.items()}
+    auto = layout.automatically(run, lambda _: specs)
     return jax.jit(auto, out_shardings=out_shardings(parts))(node)
 
 
-def _kind(node: LowRank) -> tuple[int, float]:
-    """Return rank and scale of a pair as it is written."""
+def _written_rank_and_scale(node: LowRank) -> tuple[int, float]:
+    """Return the rank and scale of a pair as `save_peft` writes it: PiSSA pairs have twice the rank."""
     return node.lora_a.shape[-1] * (1 if node.start_a is None else 2), node.scale
 
 
@@ -432,47 +449,46 @@ class _Factor:
 
     - `names`: names of its tensors, one per layer, or one per layer and expert.
     - `stack`: sizes of the leading axes of the stacked weight, `layers` and `experts`; empty if it is not stacked.
-    - `theirs`, `ours`: einops patterns of PEFT's tensor and of one layer of the stacked weight. `rank` is an axis.
+    - `peft_pattern`, `pattern`: einops patterns of PEFT's tensor and of one layer of the stacked weight. `rank` is an
+        axis.
     - `sizes`: sizes of all other axes.
     """
 
     names: tuple[str, ...]
     stack: tuple[int, ...]
-    theirs: str
-    ours: str
+    peft_pattern: str
+    pattern: str
     sizes: Mapping[str, int]
 
     def shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of a tensor of this rank."""
+        """Return the shape of PEFT's tensor for this rank."""
         features = math.prod(self.sizes.values())
-        return tuple(
-            rank if part == "rank" else features for part in re.sub(r"\(.*\)", "features", self.theirs).split()
-        )
+        axis_names = re.sub(r"\(.*\)", "features", self.peft_pattern).split()
+        return tuple(rank if axis == "rank" else features for axis in axis_names)
 
     def load(
         self, tensors: Mapping[str, StoredTensor], rank: int, factors: Sequence[float], dtype: np.dtype
     ) -> np.ndarray:
         """Return the tensors times `factors`, padded with zeros to `rank`. Missing tensors are zeros."""
-        pattern, layers = f"{self.theirs} -> {self.ours}", []
+        axis_names = self.pattern.split()
+        layers = []
         for name, factor in zip(self.names, factors, strict=True):
             if name not in tensors:
-                shape = (rank if word == "rank" else self.sizes[word] for word in self.ours.split())
-                layers.append(np.zeros(tuple(shape), dtype))
+                shape = tuple(rank if axis == "rank" else self.sizes[axis] for axis in axis_names)
+                layers.append(np.zeros(shape, dtype))
                 continue
-            layer = rearrange(tensors[name].read_all(), pattern, **self.sizes)
+            layer = rearrange(tensors[name].read_all(), f"{self.peft_pattern} -> {self.pattern}", **self.sizes)
             layer = layer if factor == 1.0 else layer.astype(np.float32) * np.float32(factor)
-            words = self.ours.split()
-            layers.append(
-                np.pad(
-                    layer,
-                    [(0, rank - size if word == "rank" else 0) for word, size in zip(words, layer.shape, strict=True)],
-                ).astype(dtype)
-            )
+            padding = [
+                (0, rank - size if axis == "rank" else 0) for axis, size in zip(axis_names, layer.shape, strict=True)
+            ]
+            layers.append(np.pad(layer, padding).astype(dtype))
         return np.stack(layers).reshape(*self.stack, *layers[0].shape) if self.stack else layers[0]
 
     def stored(self, factor: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the tensors of PEFT, by name, of a stacked factor."""
         layers = [
-            np.ascontiguousarray(rearrange(layer, f"{self.ours} -> {self.theirs}", **self.sizes))
+            np.ascontiguousarray(rearrange(layer, f"{self.pattern} -> {self.peft_pattern}", **self.sizes))
             for layer in factor.reshape(-1, *factor.shape[len(self.stack) :])
         ]
         return dict(zip(self.names, layers, strict=True))
@@ -480,7 +496,14 @@ class _Factor:
 
 @dataclasses.dataclass(frozen=True)
 class _AdaptableWeight:
-    """Weight that PEFT can adapt: its modules, its factors, and whether Hugging Face stores it as `[in, out]`."""
+    """Weight that PEFT can adapt.
+
+    **Arguments:**
+
+    - `modules`: names of its modules in transformers, one per layer, or one per layer and expert.
+    - `inputs_first`: whether transformers stores it as `[in, out]`.
+    - `factors`: its factors in an adapter, by the name of the field of `LowRank`.
+    """
 
     modules: tuple[str, ...]
     inputs_first: bool
@@ -513,13 +536,13 @@ class _AdaptableWeight:
         multiplied by the ratio of the two scales.
         """
         rank = max(settings.rank_of(self.modules[index]) for index in np.flatnonzero(self.has_pair(tensors)))
-        scale, *_ = scales = [settings.scale_of(module) for module in self.modules]
-        factors = {"lora_b": [each / scale for each in scales]}
-        dtypes, ones = {"lora_magnitude": np.promote_types(dtype, np.float32)}, [1.0] * len(scales)
-        parts = self.factors.items()
-        return {
-            name: part.load(tensors, rank, factors.get(name, ones), dtypes.get(name, dtype)) for name, part in parts
-        }, scale
+        scales = [settings.scale_of(module) for module in self.modules]
+        loaded: dict[str, np.ndarray] = {}
+        for name, factor in self.factors.items():
+            multipliers = [scale / scales[0] if name == "lora_b" else 1.0 for scale in scales]
+            factor_dtype = np.promote_types(dtype, np.float32) if name == "lora_magnitude" else dtype
+            loaded[name] = factor.load(tensors, rank, multipliers, factor_dtype)
+        return loaded, scales[0]
 
     def check_same_rank(self, settings: AdapterSettings, file: Path, tensors: Mapping[str, StoredTensor]) -> None:
         """Raise ConversionError if layers differ in rank or scale, or if a layer has no pair."""
@@ -530,10 +553,13 @@ class _AdaptableWeight:
                 f"{file}: init_lora_weights='pissa' is supported only if all layers have a pair, but {missing} has "
                 f"none. Convert the adapter with PEFT's save_pretrained(path_initial_model_for_weight_conversion=…)."
             )
-        kinds = {(settings.rank_of(module), settings.scale_of(module)) for module in self.modules}
-        rule = f"which the layers of a stack must share so that weights can be split: {self.modules[0]}"
-        text = f"{file}: init_lora_weights='pissa' with several (rank, scale), {sorted(kinds)}, {rule}."
-        check(len(kinds) == 1, text, ConversionError)
+        ranks_and_scales = {(settings.rank_of(module), settings.scale_of(module)) for module in self.modules}
+        if len(ranks_and_scales) > 1:
+            raise ConversionError(
+                f"{file}: init_lora_weights='pissa' is supported only if all layers of {self.modules[0]} have the same "
+                f"rank and scale, but they have {sorted(ranks_and_scales)}. Convert the adapter with PEFT's "
+                "save_pretrained(path_initial_model_for_weight_conversion=…)."
+            )
 
 
 def _with_current_names(
@@ -557,7 +583,7 @@ def _with_current_names(
             continue
         current_name, file_name = name, name.removeprefix(_PREFIX)
         for unwrapped in _without_wrappers(file_name) if name.startswith(_PREFIX) else ():
-            ending = re.search(_ENDS, unwrapped)
+            ending = re.search(_ENDINGS, unwrapped)
             start = len(unwrapped) if ending is None else ending.start()
             modules = [renamed.get(module, module) for module in _current_names(family, unwrapped[:start])]
             candidates = [_PREFIX + module + unwrapped[start:] for module in modules]
@@ -574,7 +600,7 @@ def _with_current_names(
                 )
             tensor = trained[0]
         tensors[current_name] = tensor
-        file_names[re.sub(_ENDS, "", current_name).removeprefix(_PREFIX)] = re.sub(_ENDS, "", file_name)
+        file_names[re.sub(_ENDINGS, "", current_name).removeprefix(_PREFIX)] = re.sub(_ENDINGS, "", file_name)
     return tensors, file_names
 
 
@@ -717,16 +743,17 @@ def _adaptable(
     """
     model = plain_shapes(model)
     family, _ = export_config(model)
-    words, weights = axes(model), {}
+    axis_names = axes(model)
+    weights: dict[str, _AdaptableWeight] = {}
     for path, mapping in family.bind(model).items():
-        split = product_axes(words[path])
-        whole = (
+        split = product_axes(axis_names[path])
+        is_module = (
             mapping.section is None
             and mapping.words[:1] != ("experts",)
-            and (experts is not None or "experts" not in words[path])
+            and (experts is not None or "experts" not in axis_names[path])
             and all(name.endswith(_WEIGHT) for name in mapping.names)
         )
-        if split is not None and whole:
+        if split is not None and is_module:
             inputs, outputs = mapping.words[: len(split[0])], mapping.words[len(split[0]) :]
             if {frozenset(inputs), frozenset(outputs)} == set(map(frozenset, mapping.groups)):
                 modules = tuple(family.module_name(name).removesuffix(_WEIGHT) for name in mapping.names)
@@ -749,23 +776,24 @@ def _adaptable_weight(
 ) -> _AdaptableWeight:
     inputs_first = set(mapping.groups[0]) == set(inputs)
     first, second = (" ".join(group) for group in mapping.groups)
-    their_inputs, their_outputs = (first, second) if inputs_first else (second, first)
+    stored_inputs, stored_outputs = (first, second) if inputs_first else (second, first)
 
-    def factor(name: str, theirs: str, ours: tuple[str, ...], features: tuple[str, ...]) -> _Factor:
+    def factor(name: str, peft_pattern: str, axis_names: tuple[str, ...], features: tuple[str, ...]) -> _Factor:
         names = tuple(f"{_PREFIX}{module}.{name}" for module in modules)
-        return _Factor(names, mapping.stack, theirs, " ".join(ours), {word: mapping.sizes[word] for word in features})
+        sizes = {axis: mapping.sizes[axis] for axis in features}
+        return _Factor(names, mapping.stack, peft_pattern, " ".join(axis_names), sizes)
 
     factors = {
-        "lora_a": factor(f"lora_A{_WEIGHT}", f"rank ({their_inputs})", (*inputs, "rank"), inputs),
-        "lora_b": factor(f"lora_B{_WEIGHT}", f"({their_outputs}) rank", ("rank", *outputs), outputs),
+        "lora_a": factor(f"lora_A{_WEIGHT}", f"rank ({stored_inputs})", (*inputs, "rank"), inputs),
+        "lora_b": factor(f"lora_B{_WEIGHT}", f"({stored_outputs}) rank", ("rank", *outputs), outputs),
     }
     if magnitudes:
-        factors["lora_magnitude"] = factor("lora_magnitude_vector", f"({their_outputs})", outputs, outputs)
+        factors["lora_magnitude"] = factor("lora_magnitude_vector", f"({stored_outputs})", outputs, outputs)
     return _AdaptableWeight(modules, inputs_first, factors)
 
 
 def _modules(model: Decoder) -> set[str]:
-    """Return all modules that have a weight, also those that PEFT can't adapt."""
+    """Return the names of all modules with a weight, including modules that PEFT cannot adapt."""
     base = plain_shapes(_without_pairs(model))
     family, _ = export_config(base)
     names = (family.module_name(name) for mapping in family.bind(base).values() for name in mapping.names)

@@ -1,8 +1,8 @@
-"""LoRA pairs of experts that share one parameter (PEFT's `target_parameters`), split into pairs of single experts.
+"""LoRA pairs of fused experts (PEFT's `target_parameters`), split into pairs of single experts.
 
-PEFT adapts a parameter `[experts, out, in]` or `[experts, in, out]` by two matrices, `[experts * rank, features]` and
-`[features, rank * experts]`. The pair of the first parameter of a module is called `experts.base_layer.lora_A` if a
-second parameter of the module also has a pair, which is then called `experts.lora_A`.
+Fused experts are one parameter, `[experts, out, in]` or `[experts, in, out]`. PEFT adapts it by two matrices,
+`[experts * rank, features]` and `[features, rank * experts]`. If two parameters of a module have pairs, the pair of the
+first is called `experts.base_layer.lora_A`, and the pair of the second `experts.lora_A`.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from eqx_decoders.io.huggingface.directory import StoredTensor
 from eqx_decoders.sharding.axes import product_axes
 
 
-_PARAMETERS = ("gate_up_proj", "down_proj")  # in the order in which PEFT adds their pairs
+_PARAMETERS = ("gate_up_proj", "down_proj")  # in the order in which PEFT adds pairs to them
 _PAIR = re.compile(
     r"base_model\.model\.(?P<module>.*\.experts)(?P<levels>(\.base_layer)*)\.lora_(?P<factor>[AB])\.weight"
 )
@@ -27,7 +27,7 @@ _PAIR = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class _ArrayTensor(StoredTensor):
-    """Tensor that was computed from another one."""
+    """Tensor that was computed from a stored tensor and is in memory."""
 
     array: Any = None
 
@@ -37,7 +37,7 @@ class _ArrayTensor(StoredTensor):
 
 @dataclasses.dataclass(frozen=True)
 class ExpertParameters:
-    """Parameters `[experts, …, …]` that hold the experts of a model.
+    """Parameters `[experts, …, …]` that contain the experts of a model.
 
     **Arguments:**
 
@@ -115,7 +115,7 @@ class ExpertParameters:
             a = first.read_all().reshape(experts, -1, first.shape[1])
             b = second.read_all().reshape(second.shape[0], -1, experts).transpose(2, 0, 1)
             if (first.shape[1], second.shape[0]) == (outputs, inputs) and inputs != outputs:
-                a, b = b.transpose(0, 2, 1), a.transpose(0, 2, 1)  # older versions of PEFT exchange in and out
+                a, b = b.transpose(0, 2, 1), a.transpose(0, 2, 1)  # older versions of PEFT swap in and out
             elif (first.shape[1], second.shape[0]) != (inputs, outputs):
                 raise self._error(parameter, mapping, first, second)
             if mapping.section is not None:
@@ -138,12 +138,12 @@ class ExpertParameters:
 
 
 def with_fused_experts(family: Family) -> Family:
-    """Return the family with names and shapes of experts in one parameter, as in the current transformers."""
+    """Return the family with the names and shapes of fused experts, as in the current version of transformers."""
     return dataclasses.replace(family, weights=family.weights + family.fused, fused=())
 
 
 def renamed_modules(model: HasConfig, family: Family) -> dict[str, str]:
-    """Return the names of modules in this family's checkpoints, by different names that the current transformers uses.
+    """Return the modules that have another name in the current transformers: names in checkpoints, by current name.
 
     An example is the router of Mixtral, which is `block_sparse_moe.gate` in checkpoints and now `mlp.gate`.
     """
@@ -158,9 +158,9 @@ def renamed_modules(model: HasConfig, family: Family) -> dict[str, str]:
 
 
 def expert_mappings(model: HasConfig, family: Family) -> dict[str, WeightMapping]:
-    """Return the mappings of the weights that are experts in one parameter `[experts, …, …]`, by path.
+    """Return the mappings of the weights that are fused experts, `[experts, …, …]`, by path.
 
-    family: the result of `with_fused_experts`, if checkpoints store experts one by one.
+    `family`: the result of `with_fused_experts`, if checkpoints store experts one by one.
     """
     return {
         path: dataclasses.replace(mapping, names=tuple(family.module_name(name) for name in mapping.names))
@@ -169,12 +169,12 @@ def expert_mappings(model: HasConfig, family: Family) -> dict[str, WeightMapping
     }
 
 
-def single_expert(mapping: WeightMapping, leaf: str) -> WeightMapping:
-    """Return the mapping of experts in one parameter as if each expert had a separate matrix, called `leaf`."""
+def single_expert(mapping: WeightMapping, module: str) -> WeightMapping:
+    """Return the mapping of fused experts as if each expert had a separate matrix in a module of this name."""
     left, right = mapping.pattern.split("->")
     experts = mapping.shape[0]
     names = tuple(
-        f"{name.rpartition('.')[0]}.{expert}.{leaf}.weight" for name in mapping.names for expert in range(experts)
+        f"{name.rpartition('.')[0]}.{expert}.{module}.weight" for name in mapping.names for expert in range(experts)
     )
     pattern = f"{left.split(maxsplit=1)[1].strip()} -> {right.split(maxsplit=1)[1].strip()}"
     return WeightMapping(names, (*mapping.stack, experts), pattern, mapping.sizes)

@@ -1,4 +1,4 @@
-"""Verification of Hugging Face directories: logits against transformers, tensors against their files."""
+"""Verification of Hugging Face directories: compares logits with transformers, and loaded weights with the files."""
 
 import dataclasses
 import tempfile
@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 
 from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.huggingface.directory import FLOATS, StoredTensor, stored_tensors
-from eqx_decoders.io.huggingface.export import exported, save_hf
+from eqx_decoders.io.huggingface.export import save_hf, tensor_makers
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.huggingface.load import abstract_hf, load_hf, read_config, stored_weights
 from eqx_decoders.io.huggingface.quantized import QUANTIZED, checkpoint_tensors
@@ -26,7 +26,13 @@ from eqx_decoders.sharding.layout import Layout
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Difference of two arrays of logits: largest and mean |difference|, share of positions with equal argmax."""
+    """Difference of two arrays of logits.
+
+    **Arguments:**
+
+    - `maximum`, `mean`: largest and mean absolute difference.
+    - `agreement`: fraction of positions with the same argmax.
+    """
 
     maximum: float
     mean: float
@@ -40,22 +46,25 @@ class Difference:
 
 
 def compare_logits(first: Float[np.ndarray, "*shape vocab"], second: Float[np.ndarray, "*shape vocab"]) -> Difference:
-    """Compare two models' logits; differences are infinite where one of them is not finite."""
+    """Return the difference of two models' logits. It is infinite where a logit is not finite."""
     gap = np.nan_to_num(np.abs(first - second), nan=np.inf, posinf=np.inf)
     agreement = float(np.mean(first.argmax(-1) == second.argmax(-1)))
     return Difference(float(gap.max()), float(gap.mean()), agreement)
 
 
 def random_ids(config: DecoderConfig, rows: int = 2, length: int = 32, seed: int = 0) -> Int[np.ndarray, "rows length"]:
-    """Draw uniform token ids, no more in a row than the model has learned positions."""
+    """Return uniformly distributed token ids. Rows are not longer than the model's table of learned positions."""
     positions = config.positions
     if isinstance(positions, LearnedPositions):
         length = min(length, positions.max_positions)
     return np.random.default_rng(seed).integers(0, config.vocab_size, (rows, length), np.int32)
 
 
-def our_logits(model: Decoder, ids: Int[np.ndarray, "rows length"]) -> Float[np.ndarray, "rows places vocab"]:
-    """Compute the logits of a loaded model, with every product in full precision; or the scores at the last tokens."""
+def model_logits(model: Decoder, ids: Int[np.ndarray, "rows length"]) -> Float[np.ndarray, "rows positions vocab"]:
+    """Return the logits of a loaded model, computed with the highest precision of matrix products.
+
+    For a sequence classification model, returns the scores at the last token of each row.
+    """
     with jax.default_matmul_precision("highest"):
         logits = np.asarray(_logits(dataclasses.replace(model, origin=None), ids))
     return logits if model.config.scores is None else logits[:, -1:]
@@ -73,12 +82,14 @@ def has_transformers() -> bool:
 
 def transformers_logits(
     directory: str | Path, ids: Int[np.ndarray, "rows length"]
-) -> Float[np.ndarray, "rows places vocab"]:
-    """Compute the logits of a directory by transformers, in float32; of one that scores texts those at the last tokens.
+) -> Float[np.ndarray, "rows positions vocab"]:
+    """Return the logits of a directory's model, computed by transformers in float32.
 
-    transformers sees `config.json` and the safetensors files only, and these after our reader has accepted them: no
-    code, no pickles, no adapters in the same directory. It gets a plain copy of a quantized checkpoint, since its
-    precision with the original would depend on the machine, and of a GGUF file.
+    For a sequence classification model, returns the scores at the last token of each row.
+
+    transformers gets only `config.json` and the safetensors files, after this library has accepted them, so that it
+    cannot run code from the directory, or load pickles and adapters. Quantized checkpoints and GGUF files are converted
+    to float32 first, because transformers' precision for quantized checkpoints depends on the machine.
     """
     import torch  # type: ignore[import-not-found]
     import transformers  # type: ignore[import-not-found]
@@ -103,53 +114,56 @@ def transformers_logits(
             local_files_only=True,
             use_safetensors=True,
             attn_implementation="eager",
-            dtype=torch.float32,  # now: some round constants to the dtype in which they are made
+            dtype=torch.float32,  # here and not only in .float(), because some models round constants to this dtype
         )
-        model, tokens = model.float().eval(), torch.from_numpy(ids.astype(np.int64))
+        model = model.float().eval()
+        tokens = torch.from_numpy(ids.astype(np.int64))
         with torch.no_grad():
             if scores is None:
                 return model(tokens, use_cache=False).logits.numpy()
-            model.config.pad_token_id = None  # any id may be the last one; rows are one by one then
+            # Without a padding id, the last token of a row may have any id, but rows must be processed one by one.
+            model.config.pad_token_id = None
             return np.stack([model(row[None], use_cache=False).logits.numpy() for row in tokens])
 
 
 def compare_tensors(directory: str | Path, layout: Layout | None = None) -> tuple[int, list[str]]:
-    """Load a directory, convert each weight back into the tensor of its file, and compare the bits.
+    """Load a directory, convert each weight back to the tensor of its file, and compare the bits.
 
-    Returns the number of tensors and the names of those that differ. Memory holds the model and one tensor at a time.
+    Returns the number of tensors, and the names of tensors that differ. The memory contains the model and one tensor.
     """
     mappings, stored = stored_weights(directory)
     dtypes = {"float32" if isinstance(tensor, QUANTIZED) else FLOATS[tensor.dtype] for tensor in stored.values()}
     model = load_hf(directory, dtype=dtypes.pop() if len(dtypes) == 1 else "float32", layout=layout)
-    tensors = exported(named_leaves(model), mappings)
+    makers = tensor_makers(named_leaves(model), mappings)
     different = [
-        name for name, tensor in stored.items() if not _same_bits(np.asarray(tensors[name]()), tensor.read_all())
+        name for name, tensor in stored.items() if not _same_bits(np.asarray(makers[name]()), tensor.read_all())
     ]
     return len(stored), different
 
 
 def compare_directories(first: str | Path, second: str | Path) -> tuple[list[str], list[str]]:
-    """Compare two directories: return differences in a model's structure, and tensors that have different values.
+    """Compare two directories. Returns the differences in structure, and the tensors with different values.
 
-    The former are settings that change what the model computes, and tensors that only one of them has or whose shapes
-    differ; spellings, files and dtypes may differ. The latter are listed with the largest difference.
+    Differences in structure are settings that change what the model computes, tensors that only one directory has, and
+    tensors with different shapes. File names, dtypes and the spelling of settings may differ. Tensors with different
+    values are listed with the largest difference.
     """
-    settings, others = (_settings("", read_config(directory)[0]) for directory in (first, second))
-    wrong = [
-        f"{name}: {settings.get(name)!r} and {others.get(name)!r}"
-        for name in sorted(settings.keys() | others.keys())
-        if settings.get(name) != others.get(name)
+    first_settings, second_settings = (_flat_settings("", read_config(path)[0]) for path in (first, second))
+    structure = [
+        f"{name}: {first_settings.get(name)!r} and {second_settings.get(name)!r}"
+        for name in sorted(first_settings.keys() | second_settings.keys())
+        if first_settings.get(name) != second_settings.get(name)
     ]
-    left, right = (stored_weights(directory)[1] for directory in (first, second))
-    gaps = {}
-    for name in sorted(left.keys() | right.keys()):
-        if name not in left or name not in right:
-            wrong.append(f"{name} is only in {first if name in left else second}")
-        elif left[name].shape != right[name].shape:
-            wrong.append(f"{name} has the shapes {left[name].shape} and {right[name].shape}")
+    first_tensors, second_tensors = (stored_weights(path)[1] for path in (first, second))
+    differences = {}
+    for name in sorted(first_tensors.keys() | second_tensors.keys()):
+        if name not in first_tensors or name not in second_tensors:
+            structure.append(f"{name} is only in {first if name in first_tensors else second}")
+        elif first_tensors[name].shape != second_tensors[name].shape:
+            structure.append(f"{name} has the shapes {first_tensors[name].shape} and {second_tensors[name].shape}")
         else:
-            gaps[name] = _gap(left[name], right[name])
-    return wrong, [f"{name}: by up to {gap:.3g}" for name, gap in gaps.items() if gap != 0]
+            differences[name] = _max_difference(first_tensors[name], second_tensors[name])
+    return structure, [f"{name}: by up to {gap:.3g}" for name, gap in differences.items() if gap != 0]
 
 
 def _same_bits(x: np.ndarray, y: np.ndarray) -> bool:
@@ -157,22 +171,23 @@ def _same_bits(x: np.ndarray, y: np.ndarray) -> bool:
     return x.shape == y.shape and x.tobytes() == np.ascontiguousarray(y).tobytes()
 
 
-def _gap(first: StoredTensor, second: StoredTensor) -> float:
-    """Return the largest difference of two tensors; NaN where only one of two numbers is NaN."""
+def _max_difference(first: StoredTensor, second: StoredTensor) -> float:
+    """Return the largest absolute difference of two tensors; NaN if an element is NaN in only one of them."""
     dtype = np.float64 if "F64" in (first.dtype, second.dtype) else np.float32
     x, y = (tensor.read_all().astype(dtype) for tensor in (first, second))
     return 0.0 if np.array_equal(x, y, equal_nan=True) else float(np.max(np.abs(x - y)))
 
 
-def _settings(where: str, value: Any) -> dict[str, Any]:
-    """Return the plain values of a configuration by their paths, with types of its parts and lengths of its tuples."""
+def _flat_settings(path: str, value: Any) -> dict[str, Any]:
+    """Return the values in a configuration by path, including the types of dataclasses and the lengths of tuples."""
     if dataclasses.is_dataclass(value):
-        settings: dict[str, Any] = {f"{where} is": type(value).__name__} if where else {}
-        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        settings: dict[str, Any] = {f"{path} is": type(value).__name__} if path else {}
+        children = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif isinstance(value, tuple):
-        settings, parts = {f"{where} length": len(value)}, dict(enumerate(value))
+        settings = {f"{path} length": len(value)}
+        children = dict(enumerate(value))
     else:
-        return {where: value}
-    for name, part in parts.items():
-        settings |= _settings(f"{where}.{name}".strip("."), part)
+        return {path: value}
+    for name, child in children.items():
+        settings |= _flat_settings(f"{path}.{name}".strip("."), child)
     return settings

@@ -16,14 +16,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from eqx_decoders.errors import ConversionError, DataError, check
-from eqx_decoders.io.huggingface.directory import CONFIG_BYTES, Directory
+from eqx_decoders.errors import ConversionError, DataError
+from eqx_decoders.io.huggingface.directory import MAX_CONFIG_BYTES, Directory
 
 
 # Named special tokens of transformers, which chat templates can use as variables.
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-MAX_GAP = 1 << 18  # max ids between the vocabulary and an added token: a model has an embedding for every id
-_NEVER = -1e9  # score of a Unigram piece that no text is split into
+MAX_GAP = 1 << 18  # maximum ids between the vocabulary and an added token: a model has an embedding for every id
+_NEVER = -1e9  # score of a Unigram piece that no text contains after tokenization
 _FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 
 _END_OF_TEXT = "<|endoftext|>"
@@ -83,33 +83,38 @@ class AddedToken(NamedTuple):
 
     @classmethod
     def parse(cls, value: Any, where: str, *, special: bool | None = None) -> "AddedToken":
-        """Read a token from a text, or from an object with `content` and flags. Raises DataError.
+        """Return the token that a string or an object with `content` and flags describes. Raises DataError.
 
-        special: flag of a token whose value does not have this flag; None: false.
+        `where`: name of the value in error messages. `special`: default of the flag `special`; None: false.
         """
         content = value.get("content") if isinstance(value, dict) else value
         if not isinstance(content, str):
-            raise DataError(f"{where}={str(value)[:60]} must be a text, or an object with a text as its content.")
+            raise DataError(f"{where}={str(value)[:60]} must be a string, or an object with a string as content.")
         flags = {key: value[key] for key in _FLAGS if key in value} if isinstance(value, dict) else {}
-        wrong = [key for key, flag in flags.items() if not isinstance(flag, bool)]
-        check(not wrong, f"{where}={str(value)[:60]}: {', '.join(wrong)} must be true or false.", DataError)
+        invalid = [key for key, flag in flags.items() if not isinstance(flag, bool)]
+        if invalid:
+            raise DataError(f"{where}={str(value)[:60]}: {', '.join(invalid)} must be true or false.")
         if special is not None:
             flags = {"special": special} | flags
         return cls(content, **({"normalized": not flags.get("special", False)} | flags))
 
 
 def read_object(folder: Directory, name: str) -> dict[str, Any]:
-    """Read the JSON object in a file of a directory; without the file it is empty. Raises DataError."""
+    """Return the JSON object in a file of a directory; empty if the file does not exist. Raises DataError."""
     if not folder.has(name):
         return {}
     path = folder.file(name)
     size = path.stat().st_size
-    check(size <= CONFIG_BYTES, f"{path} has {size:,} bytes: more than {CONFIG_BYTES:,} are no settings.", DataError)
+    if size > MAX_CONFIG_BYTES:
+        raise DataError(
+            f"{path} has {size:,} bytes, but must have at most {MAX_CONFIG_BYTES:,} bytes. Download the file again."
+        )
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not valid JSON: {str(error)[:200]}") from error
-    check(isinstance(content, dict), f"{path} must hold a JSON object.", DataError)
+        raise DataError(f"{path} is not valid JSON: {str(error)[:200]}. Download it again.") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} must contain a JSON object, not {type(content).__name__}. Download it again.")
     return content
 
 
@@ -118,7 +123,7 @@ def _merged(settings: Mapping[str, Any], special_tokens_map: Mapping[str, Any]) 
 
 
 def special_tokens(settings: Mapping[str, Any], special_tokens_map: Mapping[str, Any]) -> dict[str, str | None]:
-    """Read the named special tokens (such as `eos_token`); None for a token that the tokenizer does not have.
+    """Return the named special tokens (such as `eos_token`); None for a token that the tokenizer does not have.
 
     As in transformers, `special_tokens_map.json` takes precedence over `tokenizer_config.json` (`settings`), but it is
     ignored if `tokenizer_config.json` has `added_tokens_decoder`.
@@ -127,8 +132,10 @@ def special_tokens(settings: Mapping[str, Any], special_tokens_map: Mapping[str,
     values = {token: merged[token] for token in NAMED_TOKENS if token in merged}
     texts = {token: value.get("content") if isinstance(value, dict) else value for token, value in values.items()}
     for token, text in texts.items():
-        rule = "must be a text, or an object with a text as its content"
-        check(text is None or isinstance(text, str), f"{token}={str(values[token])[:60]} {rule}.", ConversionError)
+        if text is not None and not isinstance(text, str):
+            raise ConversionError(
+                f"{token}={str(values[token])[:60]} must be a string, or an object with a string as content."
+            )
     return texts
 
 
@@ -194,7 +201,8 @@ class PublishedTokenizer:
         if "added_tokens_decoder" in self.settings:
             rows = self.settings["added_tokens_decoder"]
             where = "tokenizer_config.json: added_tokens_decoder"
-            check(isinstance(rows, dict), f"{where} must be an object with an added token for each id.", DataError)
+            if not isinstance(rows, dict):
+                raise DataError(f"{where}={str(rows)[:60]} must be an object with an added token for each id.")
             tokens = {_token_id(key, where): AddedToken.parse(value, f"{where}[{key}]") for key, value in rows.items()}
         else:
             special = {token.content for token in self._named_special_tokens()}
@@ -213,7 +221,7 @@ class PublishedTokenizer:
     def special_without_ids(self, class_tokens: Mapping[str, str | None]) -> list[AddedToken]:
         """Return the special tokens without an id in the files: they are in the vocabulary, or get the next free ids.
 
-        class_tokens: named special tokens that are used if the files do not name them.
+        `class_tokens`: named special tokens that are used if the files do not name them.
         """
         known = {token.content for token in self.added.values()}
         return [token for token in self._named_special_tokens(class_tokens) if token.content not in known]
@@ -232,11 +240,11 @@ class PublishedTokenizer:
 
 
 def _token_id(value: Any, where: str) -> int:
-    digits = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 9
-    index: Any = int(value) if digits else value
-    valid = isinstance(index, int) and not isinstance(index, bool) and 0 <= index < 1_000_000_000
-    check(valid, f"{where}: {str(value)[:40]} must be a token id.", DataError)
-    return index
+    is_digits = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 9
+    token_id: Any = int(value) if is_digits else value
+    if type(token_id) is not int or not 0 <= token_id < 1_000_000_000:
+        raise DataError(f"{where}: {str(value)[:40]} must be a token id, an integer from 0 to 999,999,999.")
+    return token_id
 
 
 def with_published_tokens(

@@ -39,9 +39,12 @@ def encode_spans(
     spans: Sequence[Sequence[Span]],
     literal: Sequence[Sequence[Span]] | None = None,
 ) -> list[EncodedSpans]:
-    """Encode each text with `special=True`. The tokens before a span are the tokens of the text up to the span.
+    """Encode each text with `special=True`, such that the tokens before a span equal the tokens of the text before it.
 
-    literal: spans of each text in which names of special tokens are plain text.
+    **Arguments:**
+
+    - `spans`: spans of each text.
+    - `literal`: spans of each text in which names of special tokens remain ordinary text.
     """
     plain_spans = [()] * len(texts) if literal is None else literal
     encodings = tokenizer.encodings(texts, plain_spans)
@@ -61,19 +64,20 @@ def encode_spans(
         if encodings[number].ids[token : token + len(segment.ids)] != segment.ids:
             cuts.setdefault(number, []).append(start)
     results = []
-    for number, (encoding, each) in enumerate(zip(encodings, spans, strict=True)):
+    for number, (encoding, text_spans) in enumerate(zip(encodings, spans, strict=True)):
         mask = np.zeros(len(encoding.ids), bool)
-        for span in each:
+        for span in text_spans:
             inside = _span_mask(encoding, span, len(texts[number]))
-            if number not in cuts:  # a special token may cover blanks after it, with which the span starts
+            if number not in cuts:  # a special token may include the whitespace at the start of the span
                 inside[: first_tokens.get((number, span[0]), 0)] = False
             mask |= inside
-        whole = EncodedSpans(np.asarray(encoding.ids, np.int32), mask)
+        unsplit = EncodedSpans(np.asarray(encoding.ids, np.int32), mask)
         if number in cuts:
-            parts = _encode_parts(tokenizer, texts[number], each, plain_spans[number], cuts[number], whole.ids)
-            results.append(whole._replace(joined=True) if parts is None else parts)
+            text = texts[number]
+            parts = _encode_parts(tokenizer, text, text_spans, plain_spans[number], cuts[number], unsplit.ids)
+            results.append(unsplit._replace(joined=True) if parts is None else parts)
         else:
-            results.append(whole)
+            results.append(unsplit)
     return results
 
 
@@ -90,8 +94,9 @@ def _last_special(tokenizer: JsonTokenizer, encoding: Any, stop: int) -> tuple[i
 
     Returns (0, 0) if there is none. The tokens after a special token do not depend on the text before it.
     """
-    special, low, high = tokenizer.special_ids, 0, len(encoding.ids)
-    while low < high:  # tokens are in the order of their characters
+    special = tokenizer.special_ids
+    low, high = 0, len(encoding.ids)
+    while low < high:  # binary search: tokens are in the order of their characters
         middle = (low + high) // 2
         if encoding.offsets[middle][1] <= stop:
             low = middle + 1
@@ -103,7 +108,7 @@ def _last_special(tokenizer: JsonTokenizer, encoding: Any, stop: int) -> tuple[i
 
 
 def _within(spans: Sequence[Span], first: int, last: int) -> list[Span]:
-    """Return the spans between two characters, counted from the first one."""
+    """Return the spans between two characters, relative to the first character."""
     return [(start - first, stop - first) for start, stop in spans if first <= start and stop <= last]
 
 
@@ -113,28 +118,31 @@ def _encode_parts(
     spans: Sequence[Span],
     literal: Sequence[Span],
     cuts: Sequence[int],
-    whole: np.ndarray,
+    unsplit_ids: np.ndarray,
 ) -> EncodedSpans | None:
     """Encode the parts of a text between cuts; None if their tokens do not decode to the same text."""
-    edges, expected = [0, *sorted(cuts), len(text)], tokenizer.decode(whole, special=True)
+    edges = [0, *sorted(cuts), len(text)]
+    expected = tokenizer.decode(unsplit_ids, special=True)
     ids: list[int] = []
     masks = []
     for first, last in itertools.pairwise(edges):
         parts = [(max(start, first) - first, min(stop, last) - first) for start, stop in spans]
         inside = [(start, stop) for start, stop in parts if start < stop]
         for context in ("",) if first == 0 else CONTEXTS:
-            shift, before = len(context), tokenizer.encodings([context], [()])[0].ids if context else []
+            shift = len(context)
+            context_ids = tokenizer.encodings([context], [()])[0].ids if context else []
             plain_spans = [(start + shift, stop + shift) for start, stop in _within(literal, first, last)]
             (encoding,) = tokenizer.encodings([context + text[first:last]], [plain_spans])
-            new = encoding.ids[len(before) :]
+            new = encoding.ids[len(context_ids) :]
             decoded = tokenizer.decode([*ids, *new], special=True)
-            texts = (expected, text)  # some decoders drop a space of the joint tokens
-            same = decoded in texts if last == len(text) else any(each.startswith(decoded) for each in texts)
-            if same and encoding.ids[: len(before)] == before:
+            texts = (expected, text)  # some decoders remove a space from the unsplit tokens
+            is_end = last == len(text)
+            is_same = decoded in texts if is_end else any(candidate.startswith(decoded) for candidate in texts)
+            if is_same and encoding.ids[: len(context_ids)] == context_ids:
                 mask = np.zeros(len(encoding.ids), bool)
                 for start, stop in inside:
                     mask |= _span_mask(encoding, (start + shift, stop + shift), len(context) + last - first)
-                masks.append(mask[len(before) :])
+                masks.append(mask[len(context_ids) :])
                 ids += new
                 break
         else:

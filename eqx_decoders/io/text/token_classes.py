@@ -1,4 +1,4 @@
-"""Token classes of an Engram: ids whose texts differ only in case, accents and white space are one class."""
+"""Token classes of an Engram layer: tokens that differ only in case, accents and whitespace have the same class."""
 
 from typing import Any
 
@@ -8,18 +8,20 @@ from eqx_decoders.layers.embedding.engram import TokenClasses
 
 
 def token_classes(tokenizer: JsonTokenizer) -> TokenClasses:
-    """Return classes of ids whose decoded texts are equal once normalized, numbered in the order of first occurrence.
+    """Return the class of each id. Ids have the same class if their decoded texts are equal after normalization.
 
-    An id that is no complete text, such as a part of a character, is classed by its name in the vocabulary.
+    Classes are numbered in the order of their first ids. A token that decodes to an incomplete character is represented
+    by its name in the vocabulary.
     """
     normalize = _normalizer().normalize_str
-    known: dict[str, int] = {}
+    classes: dict[str, int] = {}
 
-    def key(index: int) -> str:
-        text = tokenizer.decode([index], special=True)
-        return (tokenizer.name_of(index) or text) if "\ufffd" in text else normalize(text) or text
+    def class_key(token_id: int) -> str:
+        text = tokenizer.decode([token_id], special=True)
+        return (tokenizer.name_of(token_id) or text) if "\ufffd" in text else normalize(text) or text
 
-    return TokenClasses.of([known.setdefault(key(index), len(known)) for index in range(tokenizer.vocab_size)])
+    keys = map(class_key, range(tokenizer.vocab_size))
+    return TokenClasses.of([classes.setdefault(key, len(classes)) for key in keys])
 
 
 def _normalizer() -> Any:
@@ -27,7 +29,7 @@ def _normalizer() -> Any:
         from tokenizers import Regex, normalizers
     except ImportError as error:
         raise missing_package("tokenizers", "train") from error
-    blank = "\ue000"  # keeps a single space from being stripped
+    placeholder = "\ue000"  # protects a single space from being stripped
     return normalizers.Sequence(
         [
             normalizers.NFKC(),
@@ -35,8 +37,8 @@ def _normalizer() -> Any:
             normalizers.StripAccents(),
             normalizers.Lowercase(),
             normalizers.Replace(Regex("[ \t\r\n]+"), " "),
-            normalizers.Replace(Regex("^ $"), blank),
+            normalizers.Replace(Regex("^ $"), placeholder),
             normalizers.Strip(),
-            normalizers.Replace(blank, " "),
+            normalizers.Replace(placeholder, " "),
         ]
     )

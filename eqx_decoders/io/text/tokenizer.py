@@ -1,7 +1,7 @@
-"""Tokenizers: bytes, any `tokenizer.json`, or a byte-pair encoding trained on the run's own text.
+"""Tokenizers: bytes, any `tokenizer.json`, or a byte-pair encoding (BPE) that is trained on the run's text.
 
-A tokenizer never adds special tokens by itself: the token store marks the begin and end of documents. Text is data: the
-letters `<|endoftext|>` within a document are encoded as letters, not as the end of the document.
+A tokenizer does not add special tokens: the token store marks the start and end of documents. By default, the name of a
+special token in a text, such as `<|endoftext|>`, is encoded as ordinary text.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int
 
-from eqx_decoders.errors import DataError, EqxDecodersError, check, check_integer, missing_package
+from eqx_decoders.errors import DataError, EqxDecodersError, check_integer, missing_package
 from eqx_decoders.io.atomic_files import write_atomically, write_json
 from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.gguf.gguf_tokenizer import read_tokenizer
@@ -30,16 +30,16 @@ from eqx_decoders.io.text.tokenizer_formats import FILES, TEKKEN, VOCAB, find_to
 
 @runtime_checkable
 class _Array(Protocol):
-    """An array of NumPy, or of JAX without its import: processes that only read texts start faster."""
+    """Array of NumPy or JAX. JAX is not imported here, so that processes that only read texts start faster."""
 
     def __array__(self) -> np.ndarray: ...
 
 
 Ids = Sequence[int] | _Array
-Span = Sequence[int]  # of characters, [start, stop)
+Span = Sequence[int]  # start and stop of a range of characters
 
 END_OF_TEXT = "<|endoftext|>"
-FILE_BYTES = 200_000_000  # the largest published tokenizer.json has some 35 MB
+MAX_FILE_BYTES = 200_000_000  # the largest published tokenizer.json has about 35 MB
 
 # Common names of bos and eos, for a tokenizer.json whose directory does not name them.
 BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<｜begin▁of▁sentence｜>", END_OF_TEXT)
@@ -48,7 +48,10 @@ EOS_NAMES = ("</s>", "<eos>", "<|end_of_text|>", END_OF_TEXT, "<|im_end|>", "<�
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Tokenizer interface for training and generation. Ids are below `vocab_size`; `content_hash` covers everything."""
+    """Interface of tokenizers for training and generation.
+
+    All ids are below `vocab_size`. `content_hash` changes if any setting of the tokenizer changes.
+    """
 
     @property
     def vocab_size(self) -> int: ...
@@ -66,7 +69,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Tokenizer of the 256 bytes of UTF-8 as ids 0..255, then bos = 256, eos = 257 and pad = 258. Needs no package."""
+    """Tokenizer whose ids 0 to 255 are the bytes of UTF-8, and 256 to 258 are bos, eos and pad. Needs no package."""
 
     vocab_size: int = 259
     bos_id: int | None = 256
@@ -75,15 +78,15 @@ class ByteTokenizer:
     content_hash: str = "bytes-1"
 
     def encode(self, text: str) -> Int[np.ndarray, "length"]:
-        """Encode `text` as one id for each byte of its UTF-8."""
+        """Return the bytes of the text in UTF-8."""
         return np.frombuffer(_utf8(text), np.uint8).astype(np.int32)
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode each text."""
+        """Return the ids of each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Ids) -> str:
-        """Decode `ids`: special ids are left out, bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of ids, without special tokens. Bytes that are not valid UTF-8 become U+FFFD."""
         return bytes(i for i in np.asarray(ids).tolist() if 0 <= i < 256).decode("utf-8", "replace")
 
     def save(self, directory: str | Path) -> None:
@@ -92,13 +95,14 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """Fast tokenizer of the `tokenizers` package (extra "train"), as stored in a `tokenizer.json`.
+    """Tokenizer of the `tokenizers` package (extra "train"), as stored in a `tokenizer.json`.
 
-    Ids are below `vocab_size`, and ids of pieces of plain text below `plain_size`: added tokens may follow.
+    All ids are below `vocab_size`. Ids of the model's vocabulary are below `plain_size`; added tokens may have larger
+    ids.
     """
 
     def __init__(self, inner: Any, *, bos: str | None = None, eos: str | None = None):
-        inner.no_truncation()  # some files carry a limit of 512 tokens, which would drop text without a word
+        inner.no_truncation()  # some files set a limit of 512 tokens, which would silently drop text
         inner.no_padding()
         inner.encode_special_tokens = True
         self._inner = inner
@@ -115,12 +119,16 @@ class JsonTokenizer:
         if token is None:
             return None
         index = self._inner.token_to_id(token)
-        check(index is not None, f"special token {token!r} is not in the vocabulary of tokenizer.json.", DataError)
+        if index is None:
+            raise DataError(
+                f"the special token {token!r} is not in the vocabulary of tokenizer.json. Correct the name, or add the "
+                "token to the tokenizer."
+            )
         return index
 
     @functools.cached_property
     def special_names(self) -> tuple[str, ...]:
-        """Names of the special tokens, whose letters `encode(text, special=True)` encodes as these tokens."""
+        """Names of the special tokens, which `encode(text, special=True)` finds in a text."""
         added = self._inner.get_added_tokens_decoder().values()
         return tuple(sorted(token.content for token in added if token.special and token.content))
 
@@ -132,33 +140,39 @@ class JsonTokenizer:
 
     @functools.cached_property
     def start_ids(self) -> tuple[int, ...]:
-        """Ids that the post-processor in tokenizer.json puts before a text: usually bos, or none."""
-        plain, begun = self.encode("a", special=True).tolist(), self.encode_prompt("a").tolist()
-        starts = range(len(begun) - len(plain) + 1)
-        start = next((start for start in starts if begun[start : start + len(plain)] == plain), 0)
-        return tuple(begun[:start])
+        """Ids that the post-processor in tokenizer.json adds before a text: usually bos, or nothing."""
+        text_ids = self.encode("a", special=True).tolist()
+        ids = self.encode_prompt("a").tolist()
+        starts = range(len(ids) - len(text_ids) + 1)
+        start = next((start for start in starts if ids[start : start + len(text_ids)] == text_ids), 0)
+        return tuple(ids[:start])
 
     @functools.cached_property
     def added_ids(self) -> frozenset[int]:
-        """Ids of all added tokens, special or not: they are found in a text before it is split into pieces."""
+        """Ids of all added tokens, special or not, which are found in a text before it is pre-tokenized."""
         return frozenset(self._inner.get_added_tokens_decoder())
 
     @functools.cached_property
     def renamed(self) -> "RenamedTokens":
-        """Tokenizer for texts in which some names of special tokens are letters; made on first use."""
+        """Tokenizer for texts in which some names of special tokens are ordinary text."""
         return RenamedTokens(self._inner.to_str(), self.special_names)
 
     def encode(self, text: str, *, special: bool = False, literal: Sequence[Span] = ()) -> Int[np.ndarray, "length"]:
-        """Encode `text`. With `special`, names of special tokens, as chat templates write them, become these tokens.
+        """Return the ids of a text.
 
-        Names in the spans `literal`, [start, stop) in characters, stay letters.
+        **Arguments:**
+
+        - `text`: the text.
+        - `special`: whether names of special tokens, as chat templates write them, become special tokens.
+        - `literal`: spans of the text in which names of special tokens remain ordinary text.
         """
         return self._encode(text, literal, special=special, add=False)
 
     def encode_prompt(self, text: str, *, literal: Sequence[Span] = ()) -> Int[np.ndarray, "length"]:
-        """Encode a prompt like transformers' `tokenizer(text)`: names of special tokens become these tokens.
+        """Return the ids of a prompt, like `tokenizer(text)` in transformers.
 
-        The post-processor in tokenizer.json adds others, such as bos at the begin. `literal` as in `encode`.
+        Names of special tokens become special tokens, except in the spans `literal`. The post-processor in
+        tokenizer.json may add others, such as bos at the start.
         """
         return self._encode(text, literal, special=True, add=True)
 
@@ -170,21 +184,21 @@ class JsonTokenizer:
             return np.asarray(encoding.ids, np.int32)
         self._inner.encode_special_tokens = not special
         try:
-            # unlike `encode`, it lets other threads run
+            # Unlike `encode`, this releases Python's global interpreter lock.
             (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=add)
             return np.asarray(encoding.ids, np.int32)
         finally:
             self._inner.encode_special_tokens = True
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode each text, on all cores."""
+        """Return the ids of each text. Uses all cores."""
         encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def encodings(self, texts: Sequence[str], literal: Sequence[Sequence[Span]]) -> list[Any]:
-        """Encode each text with `special=True`; return objects of `tokenizers.Encoding`. Uses all cores.
+        """Return the `tokenizers.Encoding` of each text, encoded with `special=True`. Uses all cores.
 
-        literal: spans of each text in which names of special tokens are plain text.
+        `literal`: spans of each text in which names of special tokens remain ordinary text.
         """
         self._inner.encode_special_tokens = False
         try:
@@ -197,11 +211,11 @@ class JsonTokenizer:
         return encodings
 
     def decode(self, ids: Ids, *, special: bool = False) -> str:
-        """Decode `ids`; special tokens are left out, or with `special` written as their names."""
+        """Return the text of ids. Special tokens are omitted, or with `special` written as their names."""
         return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=not special)
 
     def name_of(self, index: int) -> str | None:
-        """Return the name of an id in the vocabulary; None for an id without one."""
+        """Return the name of an id in the vocabulary; None if the id has no name."""
         return self._inner.id_to_token(index)
 
     def to_json(self) -> str:
@@ -223,10 +237,7 @@ def decode(tokenizer: Tokenizer, ids: Ids, *, special: bool = False) -> str:
 
 
 def start_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids that the tokenizer puts before a text, in training and at inference.
-
-    Usually bos or nothing; eos is never a substitute for bos.
-    """
+    """Return the ids that are added before a text, in training and at inference: usually bos, or nothing."""
     if isinstance(tokenizer, JsonTokenizer):
         return tokenizer.start_ids
     return () if tokenizer.bos_id is None else (tokenizer.bos_id,)
@@ -243,31 +254,31 @@ def prompt_ids(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, "length"]:
 
 
 def with_special_tokens_as_text(template: ChatTemplate | None, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the template with names of special tokens in messages as ordinary text, see `ChatTemplate.literal`."""
+    """Return the template such that names of special tokens in messages remain text (see `ChatTemplate.literal`)."""
     if template is None or not isinstance(tokenizer, JsonTokenizer):
         return template
     return dataclasses.replace(template, literal=tokenizer.special_names)
 
 
 class RenamedTokens:
-    """Tokenizer with the same ids, whose added tokens of the given names are special and have random names.
+    """Tokenizer with the same ids, in which the special tokens `names` have random names of the same lengths.
 
-    The original names are ordinary text to it wherever they occur. The random names have the same lengths.
+    The original names are ordinary text for this tokenizer.
     """
 
     def __init__(self, source: str, names: Sequence[str]):
         from tokenizers import Tokenizer as Inner
 
         self._names = SpecialNames(names)
-        draw = secrets.SystemRandom()
-        self._renamed = {name: "".join(chr(draw.randrange(0xF0000, 0xFFFFE)) for _ in name) for name in names}
+        random = secrets.SystemRandom()
+        self._renamed = {name: "".join(chr(random.randrange(0xF0000, 0xFFFFE)) for _ in name) for name in names}
         content = json.loads(source)
         for token in content["added_tokens"]:
             if token["content"] in self._renamed:
                 token["content"] = self._renamed[token["content"]]
                 token["special"] = True
         model = content["model"]
-        vocab = model["vocab"]  # it may have special tokens, too, which Unigram would find there
+        vocab = model["vocab"]  # also contains special tokens, which Unigram would find in ordinary text
         if isinstance(vocab, dict):
             model["vocab"] = {self._renamed.get(piece, piece): index for piece, index in vocab.items()}
         else:
@@ -279,30 +290,31 @@ class RenamedTokens:
         self.inner.no_padding()
 
     def text(self, text: str, literal: Sequence[Span]) -> str:
-        """Rename the special tokens in a text but for those in the spans `literal`; its length does not change."""
+        """Return the text with renamed special tokens, except in the spans `literal`. Its length does not change."""
         return _replaced(text, self._names.spans(hidden(text, literal)), self._renamed.__getitem__)
 
 
 def hidden(text: str, spans: Iterable[Span]) -> str:
-    """Replace each span of a text by as many NULs, in which no name is found."""
-    return _replaced(text, spans, lambda letters: "\0" * len(letters))
+    """Return the text with each character of the spans replaced by a null character, so that names are not found."""
+    return _replaced(text, spans, lambda span: "\0" * len(span))
 
 
-def _replaced(text: str, spans: Iterable[Span], make: Callable[[str], str]) -> str:
-    """Replace the spans of a text, which are in ascending order, by what `make` returns for them."""
-    pieces, done = [], 0
+def _replaced(text: str, spans: Iterable[Span], replacement: Callable[[str], str]) -> str:
+    """Replace the spans of a text, which are in ascending order, by the results of `replacement`."""
+    pieces: list[str] = []
+    end = 0
     for start, stop in spans:
-        pieces += text[done:start], make(text[start:stop])
-        done = stop
-    return "".join([*pieces, text[done:]])
+        pieces += text[end:start], replacement(text[start:stop])
+        end = stop
+    return "".join([*pieces, text[end:]])
 
 
 def token_mask(encoding: Any, spans: Sequence[Span]) -> np.ndarray:
-    """Return which tokens of an encoding have characters in the spans."""
+    """Return the mask of the tokens of a `tokenizers.Encoding` that have characters in the spans."""
     mask = np.zeros(len(encoding.ids), bool)
     for start, stop in spans:
         tokens = (encoding.char_to_token(index) for index in range(start, stop))
-        first = next((token for token in tokens if token is not None), None)  # some characters have none
+        first = next((token for token in tokens if token is not None), None)  # some characters belong to no token
         tokens = (encoding.char_to_token(index) for index in reversed(range(start, stop)))
         if first is not None:
             mask[first : next(token for token in tokens if token is not None) + 1] = True
@@ -310,16 +322,16 @@ def token_mask(encoding: Any, spans: Sequence[Span]) -> np.ndarray:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) -> JsonTokenizer:
-    """Train a byte-level byte-pair encoding (Sennrich et al. 2016; the byte alphabet and word pattern of GPT-2).
+    """Train a byte-level BPE (Sennrich et al. 2016) with the byte alphabet and the word pattern of GPT-2.
 
-    Every text round-trips exactly, since all 256 bytes are tokens. The one special token, `<|endoftext|>`, is both bos
+    All 256 bytes are tokens, so decoding returns the exact text. The only special token, `<|endoftext|>`, is both bos
     and eos. The same texts in the same order give the same tokenizer.
 
     **Arguments:**
 
-    - `texts`: the training documents (leave the held-out ones out).
-    - `vocab_size`: number of ids, at least 257; a short text gives fewer.
-    - `min_frequency`: occurrences that a pair needs to become a token.
+    - `texts`: the training documents, without held-out documents.
+    - `vocab_size`: maximum number of ids, at least 257.
+    - `min_frequency`: minimum number of occurrences of a pair that becomes a token.
     """
     check_integer("vocab_size", vocab_size, 257)
     try:
@@ -343,19 +355,22 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) 
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """Open `"bytes"`, the path of a `tokenizer.json`, or a directory that holds one (or a saved `ByteTokenizer`).
+    """Load a tokenizer.
 
-    A `tekken.json`, a `.tiktoken`, a `tokenizer.model` (of SentencePiece: extra "sentencepiece"), `vocab.json` with
-    `merges.txt` and the tokenizer in a GGUF file (extra "gguf") are read as well. As in transformers, added and special
-    tokens are read from `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json` in that directory.
+    As in transformers, added and special tokens are read from `tokenizer_config.json`, `special_tokens_map.json` and
+    `added_tokens.json` in the directory. Raises DataError for malformed files, and ConversionError for links to files
+    outside of the directory.
 
-    Raises DataError for malformed files, ConversionError for links that lead out of the directory.
+    `spec`: "bytes"; a directory; or a file: `tokenizer.json`, `tekken.json`, `.tiktoken`, `tokenizer.model` (extra
+    "sentencepiece"), `vocab.json` with `merges.txt`, or a GGUF file (extra "gguf").
     """
     if str(spec) == "bytes":
         return ByteTokenizer()
     path = Path(spec)
-    remedy = "give 'bytes', a tokenizer.json or its directory"
-    check(path.exists(), f"tokenizer={str(spec)!r} does not exist: {remedy}.", DataError)
+    if not path.exists():
+        raise DataError(
+            f"tokenizer={str(spec)!r} does not exist. Give 'bytes', a tokenizer.json or a directory with a tokenizer."
+        )
     if is_gguf(path):
         return _gguf_tokenizer(path)
     folder = Directory(path if path.is_dir() else path.parent)
@@ -366,8 +381,8 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         name = "tokenizer.json" if folder.has("tokenizer.json") else find_tokenizer_file(folder.path)
         if name is None:
             raise DataError(
-                f"tokenizer={str(spec)!r} holds no tokenizer.json, and none of {', '.join(FILES)}, *.tiktoken and "
-                "vocab.json with merges.txt: download one of them, or choose another tokenizer."
+                f"tokenizer={str(spec)!r} contains none of the files tokenizer.json, {', '.join(FILES)}, *.tiktoken, "
+                "and vocab.json with merges.txt. Download one of them, or give another tokenizer."
             )
         path = folder.file(name)
     return _load_json_tokenizer(path, files)
@@ -385,13 +400,14 @@ def _load_json_tokenizer(path: Path, files: PublishedTokenizer) -> JsonTokenizer
     except ImportError as error:
         raise missing_package("tokenizers", "train") from error
     size = path.stat().st_size
-    check(size <= FILE_BYTES, f"tokenizer={str(path)!r} has {size:,} bytes, more than {FILE_BYTES:,}.", DataError)
+    if size > MAX_FILE_BYTES:
+        raise DataError(f"tokenizer={str(path)!r} has {size:,} bytes, but must have at most {MAX_FILE_BYTES:,} bytes.")
     with _as_data_error(path):
         if path.suffix == ".json" and path.name not in (TEKKEN, VOCAB):
             inner = with_published_tokens(Inner.from_str(path.read_text("utf-8")), files)
         else:
             inner = read_tokenizer_file(path, files.settings, files)
-        inner.encode("a", add_special_tokens=True)  # a post-processor that names unknown tokens fails only here
+        inner.encode("a", add_special_tokens=True)  # raises the errors of a post-processor with unknown tokens
     return JsonTokenizer(
         inner,
         bos=_special(files, "bos_token", BOS_NAMES, inner.token_to_id),
@@ -404,12 +420,12 @@ def _as_data_error(path: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # the package raises bare Exceptions, and PanicException, which is none
-        ours = isinstance(error, EqxDecodersError)
-        if ours or (not isinstance(error, Exception) and type(error).__name__ != "PanicException"):
+        # The package raises Exception, and PanicException, which is not a subclass of Exception.
+        is_from_package = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if isinstance(error, EqxDecodersError) or not is_from_package:
             raise
         raise DataError(
-            f"tokenizer={str(path)!r} is not a tokenizer.json that `tokenizers` can read: {str(error)[:200]}"
+            f"tokenizer={str(path)!r} cannot be read by the package tokenizers: {str(error)[:200]}. Download it again."
         ) from error
 
 
@@ -438,4 +454,6 @@ def _utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(f"text holds a lone surrogate at character {error.start}: it is no Unicode text.") from error
+        raise DataError(
+            f"the text has a lone surrogate at character {error.start}, so it is not valid Unicode. Remove it."
+        ) from error

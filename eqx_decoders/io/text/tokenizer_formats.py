@@ -1,9 +1,10 @@
 """Other formats of tokenizers, converted to the `tokenizers` package: tekken, tiktoken, SentencePiece, vocab.json.
 
-tekken is JSON, tiktoken has lines of base64 with a rank, and SentencePiece is a protocol buffer, which the package
-sentencepiece reads (the extra of that name). `vocab.json` comes with `merges.txt`; the tokenizer's class defines how a
-text is split into words. The converted tokenizers give the same ids as mistral-common, tiktoken, sentencepiece and
-transformers.
+tekken is JSON, tiktoken has lines of base64 with a rank, and SentencePiece is a protocol buffer (extra
+"sentencepiece"). `vocab.json` comes with `merges.txt`; the tokenizer's class defines how a text is split into words.
+The converted tokenizers give the same ids as mistral-common, tiktoken, sentencepiece and transformers.
+
+To add a format, extend `find_tokenizer_file` and `read_tokenizer_file`.
 """
 
 import base64
@@ -15,20 +16,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eqx_decoders.errors import DataError, check, missing_package
+from eqx_decoders.errors import DataError, missing_package
 from eqx_decoders.io.text.published_tokenizer import PublishedTokenizer, with_published_tokens
 
 
 TEKKEN = "tekken.json"
 VOCAB, MERGES = "vocab.json", "merges.txt"
-FILES = (TEKKEN, "tokenizer.model", "tiktoken.model")  # in a directory without tokenizer.json
-PATTERNS = (
-    "*.tiktoken",
-    "spiece.model",
-    "sentencepiece*.model",
-    "tokenizer.model.v*",
-    "*.model.v*",
-)  # in order of preference
+# Files in a directory without tokenizer.json, in order of preference: names, and patterns of names.
+FILES = (TEKKEN, "tokenizer.model", "tiktoken.model")
+PATTERNS = ("*.tiktoken", "spiece.model", "sentencepiece*.model", "tokenizer.model.v*", "*.model.v*")
 
 _LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
 _SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}"
@@ -41,7 +37,10 @@ QWEN35_WORDS = QWEN_WORDS.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\
 
 
 def _cased(more: str) -> str:
-    """Return the pattern of words of capital letters, then small ones, with endings; `more` narrows the letters."""
+    """Return the pattern of words of uppercase letters, then lowercase letters, with endings, and of numbers.
+
+    `more`: end of the character classes, which excludes letters.
+    """
     first = rf"[^\r\n\p{{L}}\p{{N}}]?{_LETTERS}{more}]*{_SMALL}{more}]+{ENDINGS}?"
     return rf"{first}|[^\r\n\p{{L}}\p{{N}}]?{_LETTERS}{more}]+{_SMALL}{more}]*{ENDINGS}?|\p{{N}}{{1,3}}"
 
@@ -51,14 +50,14 @@ KIMI_WORDS = r"[\p{Han}]+|" + _cased(r"&&[^\p{Han}]") + _REST
 _FIM = tuple(f"<|fim_{name}|>" for name in ("prefix", "middle", "suffix"))
 
 
-class Words(NamedTuple):
-    """Settings that files of ranks lack: the pattern that cuts a text into words, and special tokens by name."""
+class TiktokenSettings(NamedTuple):
+    """Settings that tiktoken files do not contain: the pattern of words, and the ids of special tokens by name."""
 
     pattern: str
     special: Mapping[str, int] = {}
 
 
-def _behind(first: int, names: Iterable[str]) -> dict[str, int]:
+def _numbered(first: int, names: Iterable[str]) -> dict[str, int]:
     return {name: first + number for number, name in enumerate(names)}
 
 
@@ -67,16 +66,19 @@ _LLAMA3 = ("<|begin_of_text|>", "<|end_of_text|>", *(f"<|reserved_special_token_
            "<|eot_id|>", "<|python_tag|>", *(f"<|reserved_special_token_{n}|>" for n in range(2, 247)))  # fmt: skip
 _QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{number}|>" for number in range(205)))
 
-# By the name of the file without its ending, or by its number of ranks.
-KNOWN: dict[str | int, Words] = {
-    "gpt2": Words(GPT2_WORDS, {"<|endoftext|>": 50256}),
-    "r50k_base": Words(GPT2_WORDS, {"<|endoftext|>": 50256}),
-    "p50k_base": Words(GPT2_WORDS, {"<|endoftext|>": 50256}),
-    "cl100k_base": Words(CL100K_WORDS, {"<|endoftext|>": 100257, **_behind(100258, _FIM), "<|endofprompt|>": 100276}),
-    "o200k_base": Words(O200K_WORDS, {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
-    "qwen": Words(QWEN_WORDS, _behind(151643, _QWEN_SPECIAL)),
-    128000: Words(CL100K_WORDS, _behind(128000, _LLAMA3)),  # Llama 3's tokenizer.model
-    "TikTokenTokenizer": Words(KIMI_WORDS),  # Kimi's tokenizer_class: tokenizer_config.json has its special tokens
+# By the name of the file without its ending, by its number of ranks, or by the tokenizer's class.
+KNOWN: dict[str | int, TiktokenSettings] = {
+    "gpt2": TiktokenSettings(GPT2_WORDS, {"<|endoftext|>": 50256}),
+    "r50k_base": TiktokenSettings(GPT2_WORDS, {"<|endoftext|>": 50256}),
+    "p50k_base": TiktokenSettings(GPT2_WORDS, {"<|endoftext|>": 50256}),
+    "cl100k_base": TiktokenSettings(
+        CL100K_WORDS, {"<|endoftext|>": 100257, **_numbered(100258, _FIM), "<|endofprompt|>": 100276}
+    ),
+    "o200k_base": TiktokenSettings(O200K_WORDS, {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
+    "qwen": TiktokenSettings(QWEN_WORDS, _numbered(151643, _QWEN_SPECIAL)),
+    128000: TiktokenSettings(CL100K_WORDS, _numbered(128000, _LLAMA3)),  # Llama 3's tokenizer.model
+    # Kimi's tokenizer_class. Its special tokens are in tokenizer_config.json.
+    "TikTokenTokenizer": TiktokenSettings(KIMI_WORDS),
 }
 # Unicode normal form and split patterns of tokenizer classes with vocab.json and merges.txt. GPT-2's pattern is applied
 # afterwards if the split patterns do not find words.
@@ -94,7 +96,7 @@ _TEKKEN = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/
 
 
 def find_tokenizer_file(folder: Path) -> str | None:
-    """Return the name of a tokenizer's file of these formats in a directory; None if it has none."""
+    """Return the name of the tokenizer file of these formats in a directory; None if there is none."""
     names = [*FILES, *(name for pattern in PATTERNS for name in sorted(file.name for file in folder.glob(pattern)))]
     return next((name for name in (*names, VOCAB, MERGES) if (folder / name).exists()), None)
 
@@ -102,7 +104,7 @@ def find_tokenizer_file(folder: Path) -> str | None:
 def read_tokenizer_file(path: Path, settings: Mapping[str, Any], files: PublishedTokenizer | None = None) -> Any:
     """Read a tokenizer in the format of tekken, tiktoken, SentencePiece, or `vocab.json` with `merges.txt`.
 
-    Raises DataError for a file in none of these formats, MissingPackage where the extra sentencepiece is needed.
+    Raises DataError for a file in another format, and MissingPackage if the extra "sentencepiece" is not installed.
 
     **Arguments:**
 
@@ -117,7 +119,8 @@ def read_tokenizer_file(path: Path, settings: Mapping[str, Any], files: Publishe
         if path.name in (VOCAB, MERGES):
             vocab, merges = _read_vocab_and_merges(path.parent)
             if files.class_name is None and not files.settings and "<|endoftext|>" in vocab:
-                files = dataclasses.replace(files, settings={"tokenizer_class": "GPT2Tokenizer"})  # has no other files
+                # GPT-2's tokenizer has no other files.
+                files = dataclasses.replace(files, settings={"tokenizer_class": "GPT2Tokenizer"})
             inner, bos_names, is_class = _vocab_and_merges(path.parent, vocab, merges, files), (), True
         elif content[:1] == b"{":
             inner, bos_names = _tekken(json.loads(content)), ("<s>",)
@@ -128,11 +131,11 @@ def read_tokenizer_file(path: Path, settings: Mapping[str, Any], files: Publishe
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, StopIteration) as error:
         raise DataError(f"tokenizer={str(path)!r} cannot be read: {type(error).__name__}: {error}.") from error
     inner = with_published_tokens(inner, files, match_raw_text=is_sentencepiece, add_class_tokens=is_class)
-    _add_ends(inner, files, bos_names, by_default=is_sentencepiece or path.name == TEKKEN)
+    _add_bos_and_eos(inner, files, bos_names, by_default=is_sentencepiece or path.name == TEKKEN)
     return inner
 
 
-def _add_ends(inner: Any, files: PublishedTokenizer, bos_names: Sequence[str], *, by_default: bool) -> None:
+def _add_bos_and_eos(inner: Any, files: PublishedTokenizer, bos_names: Sequence[str], *, by_default: bool) -> None:
     """Set a post-processor that adds bos or eos to a text, if the settings or the defaults of the format say so.
 
     **Arguments:**
@@ -147,8 +150,8 @@ def _add_ends(inner: Any, files: PublishedTokenizer, bos_names: Sequence[str], *
         for name, text in (files.class_tokens | files.named).items()
         if text is None or inner.token_to_id(text) is not None
     }
-    is_wanted = files.settings.get("add_bos_token", by_default or common is not None)
-    bos = named.get("bos_token", common) if is_wanted else None
+    adds_bos = files.settings.get("add_bos_token", by_default or common is not None)
+    bos = named.get("bos_token", common) if adds_bos else None
     eos = named.get("eos_token") if files.settings.get("add_eos_token", False) else None
     if bos is None and eos is None:
         return
@@ -165,12 +168,11 @@ def _read_vocab_and_merges(folder: Path) -> tuple[dict[str, int], list[tuple[str
     from tokenizers import models
 
     for name, other in ((VOCAB, MERGES), (MERGES, VOCAB)):
-        check(
-            (folder / name).exists(),
-            f"tokenizer={str(folder)!r} has {other}, but {name} is missing: a BPE needs both. Download {name}, or "
-            "tokenizer.json.",
-            DataError,
-        )
+        if not (folder / name).exists():
+            raise DataError(
+                f"tokenizer={str(folder)!r} has {other}, but {name} is missing: a BPE needs both. Download {name}, or "
+                "tokenizer.json."
+            )
     return models.BPE.read_file(str(folder / VOCAB), str(folder / MERGES))
 
 
@@ -206,53 +208,64 @@ def _tekken(content: Any) -> Any:
     special = content.get("special_tokens")
     names = _TEKKEN if special is None else [row["token_str"] for row in sorted(special, key=lambda row: row["rank"])]
     names = [*names, *(f"<SPECIAL_{number}>" for number in range(len(names), count))]
-    check(len(ranks) == len(rows), f"tekken.json of version {version} has the same bytes twice.", DataError)
-    return _from_ranks(ranks, Words(config["pattern"], _behind(0, names)), shift=count)
+    if len(ranks) < len(rows):
+        raise DataError(f"tekken.json of version {version} has the same bytes twice. Download it again.")
+    return _from_ranks(ranks, TiktokenSettings(config["pattern"], _numbered(0, names)), shift=count)
 
 
 def _tiktoken(path: Path, content: bytes, files: PublishedTokenizer) -> Any:
     pairs = (line.split() for line in content.splitlines() if line)
     ranks = {base64.b64decode(piece): int(rank) for piece, rank in pairs}
     keys = (path.name.partition(".")[0], len(ranks), files.settings.get("tokenizer_class"))
-    words = next((KNOWN[key] for key in keys if key in KNOWN), None)
-    if words is None:
+    settings = next((KNOWN[key] for key in keys if key in KNOWN), None)
+    if settings is None:
         names = ", ".join(f"{key}.tiktoken" for key in KNOWN if isinstance(key, str) and key.islower())
-        message = f"tokenizer={str(path)!r} has ranks alone, and not how a text is cut into words"
-        raise DataError(f"{message}. Known are {names}, and the files of Llama 3 and Kimi: give a tokenizer.json.")
-    taken = {token.content for token in files.added.values()}
-    special = {name: index for name, index in words.special.items() if index not in files.added and name not in taken}
-    special |= {token.content: index for index, token in files.added.items()}
-    return _from_ranks(ranks, words._replace(special=special))
+        raise DataError(
+            f"tokenizer={str(path)!r} is unknown: a tiktoken file does not contain the pattern that splits a text into "
+            f"words. Known: {names}, and the files of Llama 3 and Kimi. Give a tokenizer.json."
+        )
+    added_names = {token.content for token in files.added.values()}
+    special = {
+        name: token_id
+        for name, token_id in settings.special.items()
+        if token_id not in files.added and name not in added_names
+    }
+    special |= {token.content: token_id for token_id, token in files.added.items()}
+    return _from_ranks(ranks, settings._replace(special=special))
 
 
-def _from_ranks(ranks: Mapping[bytes, int], words: Words, shift: int = 0) -> Any:
-    """Make a byte-level BPE that merges pairs in the order of the ranks of the merged pieces."""
+def _from_ranks(ranks: Mapping[bytes, int], settings: TiktokenSettings, shift: int = 0) -> Any:
+    """Make a byte-level BPE that merges pairs in the order of the ranks of the merged pieces.
+
+    `shift`: id of the piece with rank 0.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    letters = byte_letters()
-    spelled = {piece: "".join(letters[byte] for byte in piece) for piece in ranks}
-    vocab = {spelled[piece]: rank + shift for piece, rank in ranks.items()}
-    twice = next((name for name in words.special if vocab.get(name, words.special[name]) != words.special[name]), None)
-    check(twice is None, f"the special token {twice!r} is a piece of text as well.", DataError)
+    characters = byte_characters()
+    names = {piece: "".join(characters[byte] for byte in piece) for piece in ranks}
+    vocab = {names[piece]: rank + shift for piece, rank in ranks.items()}
+    for name, token_id in settings.special.items():
+        if vocab.get(name, token_id) != token_id:
+            raise DataError(f"the special token {name!r} is also a token of ordinary text. Give a tokenizer.json.")
     merges = []
     for piece in sorted(ranks, key=ranks.__getitem__):
-        cuts = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
-        parts = [(ranks[left], ranks[right], left, right) for left, right in cuts if left in ranks and right in ranks]
-        merges += [(spelled[left], spelled[right]) for _, _, left, right in sorted(parts)]
-    vocab = {**vocab, **words.special}
+        splits = ((piece[:position], piece[position:]) for position in range(1, len(piece)))
+        pairs = [(ranks[left], ranks[right], left, right) for left, right in splits if left in ranks and right in ranks]
+        merges += [(names[left], names[right]) for _, _, left, right in sorted(pairs)]
+    vocab = {**vocab, **settings.special}
     inner: Any = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
-    cut = pre_tokenizers.Split(Regex(words.pattern), "isolated")
-    inner.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    split = pre_tokenizers.Split(Regex(settings.pattern), "isolated")
+    inner.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
     inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in words.special])
+    inner.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in settings.special])
     return inner
 
 
-def byte_letters() -> list[str]:
-    """Return the letter by which GPT-2's byte-level BPE writes each byte."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+def byte_characters() -> list[str]:
+    """Return the character that represents each byte in GPT-2's byte-level BPE."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
-    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 # --- SentencePiece ----------------------------------------------------------------------------------------------------
@@ -260,7 +273,7 @@ def byte_letters() -> list[str]:
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6  # types of pieces
 UNIGRAM, BPE = 1, 2
 SPACE = "▁"
-_BREAK = "\ufdd0"  # noncharacter, which occurs in no text; separates graphemes
+_BREAK = "\ufdd0"  # separates graphemes; a Unicode noncharacter, which texts do not contain
 
 
 def _sentencepiece(content: bytes, settings: Mapping[str, Any]) -> Any:
@@ -269,49 +282,62 @@ def _sentencepiece(content: bytes, settings: Mapping[str, Any]) -> Any:
         from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:
         raise missing_package("sentencepiece", "sentencepiece") from error
-    formats: Any = sentencepiece_model_pb2  # made when it is imported, which type checkers do not see
+    formats: Any = sentencepiece_model_pb2  # its classes are created at run time
     model = formats.ModelProto()
     try:
         model.ParseFromString(content)
     except DecodeError as error:
-        raise ValueError("it is none of tekken.json, a .tiktoken and a SentencePiece model") from error
-    check(len(model.pieces) > 0, "a SentencePiece model without pieces is no tokenizer.", DataError)
+        raise ValueError("it is neither a tekken.json, nor a .tiktoken, nor a SentencePiece model") from error
+    if not model.pieces:
+        raise DataError("the SentencePiece model has no pieces. Download the file again.")
     kind = model.trainer_spec.model_type
     spec = model.normalizer_spec
-    remedy = "give a tokenizer.json, which transformers' AutoTokenizer can make of it"
-    check(kind in (UNIGRAM, BPE), f"SentencePiece models of kind {kind} are not read: {remedy}.", DataError)
-    for field, value, known in (
+    if kind not in (UNIGRAM, BPE):
+        raise DataError(
+            f"SentencePiece models with trainer_spec.model_type={kind} are not supported: it must be {UNIGRAM} "
+            f"(unigram) or {BPE} (BPE). Convert the model to tokenizer.json with AutoTokenizer of transformers."
+        )
+    for field, value, supported in (
         ("normalizer_spec.escape_whitespaces", spec.escape_whitespaces, True),
         ("trainer_spec.treat_whitespace_as_suffix", model.trainer_spec.treat_whitespace_as_suffix, False),
     ):
-        check(value == known, f"SentencePiece models with {field}={value} are not read: {remedy}.", DataError)
+        if value != supported:
+            raise DataError(
+                f"SentencePiece models with {field}={value} are not supported. Convert the model to tokenizer.json "
+                "with AutoTokenizer of transformers."
+            )
     if settings.get("add_prefix_space") is False:
         spec.add_dummy_prefix = False
     return from_pieces(model, kind == BPE, prefix_once=settings.get("legacy") is False)
 
 
 def from_pieces(model: Any, is_bpe: bool, *, stripping: Collection[str] = (), prefix_once: bool = False) -> Any:
-    """Make a tokenizer of the pieces of a SentencePiece model.
+    """Return a tokenizer with the pieces of a SentencePiece model.
 
     **Arguments:**
 
+    - `model`: a SentencePiece `ModelProto`, or an object with the same fields.
+    - `is_bpe`: whether it is a BPE model; otherwise it is a unigram model.
     - `stripping`: special tokens that include the whitespace after them.
     - `prefix_once`: add the space of `add_dummy_prefix` only at the start of a text, and not after added tokens
         (`"legacy": false` in transformers).
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    pieces, has_bytes = model.pieces, model.trainer_spec.byte_fallback
-    unknown = next(number for number, one in enumerate(pieces) if one.type == UNKNOWN)
+    pieces = model.pieces
+    has_bytes = model.trainer_spec.byte_fallback
+    unknown = next(index for index, piece in enumerate(pieces) if piece.type == UNKNOWN)
     if is_bpe:
-        vocab = {one.piece: number for number, one in enumerate(pieces)}
-        check(len(vocab) == len(pieces), "a SentencePiece model has the same piece twice.", DataError)
+        vocab = {piece.piece: index for index, piece in enumerate(pieces)}
+        if len(vocab) < len(pieces):
+            raise DataError("the SentencePiece model has the same piece twice. Download the file again.")
         bpe_or_unigram = models.BPE(
             vocab, _merges(pieces), unk_token=pieces[unknown].piece, fuse_unk=True, byte_fallback=has_bytes
         )
     else:
-        low = min(one.score for one in pieces) - 1e6  # no text is cut into such pieces
-        scores = [(one.piece, low if one.type in (UNKNOWN, CONTROL, UNUSED, BYTE) else one.score) for one in pieces]
+        excluded = (UNKNOWN, CONTROL, UNUSED, BYTE)
+        low = min(piece.score for piece in pieces) - 1e6  # so that no text is split into excluded pieces
+        scores = [(piece.piece, low if piece.type in excluded else piece.score) for piece in pieces]
         bpe_or_unigram = models.Unigram(scores, unknown, has_bytes)
     inner: Any = Tokenizer(bpe_or_unigram)
     spec = model.normalizer_spec
@@ -320,18 +346,19 @@ def from_pieces(model: Any, is_bpe: bool, *, stripping: Collection[str] = (), pr
         inner.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
     steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     inner.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * spec.add_dummy_prefix)
-    for one in pieces:
-        if one.type in (UNKNOWN, CONTROL, USER_DEFINED):
-            strips = one.piece in stripping
-            token = AddedToken(one.piece, special=one.type != USER_DEFINED, normalized=False, rstrip=strips)
-            (inner.add_tokens if one.type == USER_DEFINED else inner.add_special_tokens)([token])
+    for piece in pieces:
+        if piece.type in (UNKNOWN, CONTROL, USER_DEFINED):
+            is_special = piece.type != USER_DEFINED
+            strips = piece.piece in stripping
+            token = AddedToken(piece.piece, special=is_special, normalized=False, rstrip=strips)
+            (inner.add_special_tokens if is_special else inner.add_tokens)([token])
     return inner
 
 
 def _normalizer(spec: Any, prefix: bool) -> Any:
-    """Make the normalizer: character rules, then `▁` for spaces.
+    """Return the normalizer: it applies the character rules, and replaces spaces by `▁`.
 
-    prefix: add `▁` before a text and after added tokens.
+    `prefix`: whether to add `▁` before a text and after added tokens.
     """
     from tokenizers import Regex, normalizers
 
@@ -345,7 +372,7 @@ def _normalizer(spec: Any, prefix: bool) -> Any:
 
 
 def _charsmap(content: bytes, composes: bool) -> list[Any]:
-    """Make the normalizers for the character rules in a SentencePiece model.
+    """Return the normalizers for the character rules of a SentencePiece model.
 
     SentencePiece applies a rule to the longest match of characters. `Precompiled` replaces a complete grapheme by the
     rule of its first characters and drops the other characters, such as the line feed in CR LF, or accents without a
@@ -369,12 +396,12 @@ def _charsmap(content: bytes, composes: bool) -> list[Any]:
 
 
 def _merges(pieces: Sequence[Any]) -> list[tuple[str, str]]:
-    """Return the pairs that make each piece, in the order of their scores."""
-    scores = {one.piece: one.score for one in pieces if one.type not in (UNKNOWN, CONTROL, BYTE)}
-    numbers = {one.piece: number for number, one in enumerate(pieces)}
+    """Return all pairs of pieces that form a piece, in the order of the scores of the formed pieces."""
+    scores = {piece.piece: piece.score for piece in pieces if piece.type not in (UNKNOWN, CONTROL, BYTE)}
+    ids = {piece.piece: index for index, piece in enumerate(pieces)}
     merges = []
-    for piece, score in scores.items():
-        cuts = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
-        pairs = [pair for pair in cuts if pair[0] in scores and pair[1] in scores]
-        merges += [(-score, numbers[piece], numbers[left], numbers[right], left, right) for left, right in pairs]
+    for text, score in scores.items():
+        splits = ((text[:position], text[position:]) for position in range(1, len(text)))
+        pairs = [pair for pair in splits if pair[0] in scores and pair[1] in scores]
+        merges += [(-score, ids[text], ids[left], ids[right], left, right) for left, right in pairs]
     return [(left, right) for *_, left, right in sorted(merges)]

@@ -61,18 +61,24 @@ def parse_tool_calls(text: str, form: ToolFormat, tools: Sequence[Mapping[str, A
     - `tools`: descriptions of the offered tools. Arguments that a model writes as text are converted to the types in
         the tool's JSON Schema. A call without a marker must call one of these tools; empty: any tool may be called.
     """
-    parser, spacing = text_parser(form, tools), ContentSpacing()
-    content, calls, malformed, partial = list[str](), list[FunctionCall](), list[str](), ""
+    parser = text_parser(form, tools)
+    spacing = ContentSpacing()
+    content: list[str] = []
+    calls: list[FunctionCall] = []
+    malformed: list[str] = []
+    partial = ""
     for event in (*parser.push(text), *parser.flush()):
         if isinstance(event, ContentWasReasoning):
-            content, calls, malformed, spacing = [], [], [], ContentSpacing()
+            content, calls, malformed = [], [], []
+            spacing = ContentSpacing()
         elif isinstance(event, Content):
             content.append(spacing.push(event.text))
         elif isinstance(event, Call):
             calls.append(event.call)
             spacing.call()
         elif isinstance(event, Malformed):
-            malformed += [event.reason] if event.reason else []
+            if event.reason:
+                malformed.append(event.reason)
             spacing.call()
         elif isinstance(event, Partial):
             partial = event.text

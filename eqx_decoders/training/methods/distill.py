@@ -12,7 +12,7 @@ from eqx_decoders.data.batches import Batches
 from eqx_decoders.data.host_rows import hand_over
 from eqx_decoders.data.store.signal_cache import Column, SignalCache
 from eqx_decoders.errors import check
-from eqx_decoders.io.huggingface.fingerprint import fingerprint
+from eqx_decoders.io.huggingface.hub import fingerprint
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.methods.method import BatchMethod, MethodStart, OpenedMethod
 from eqx_decoders.training.methods.saved_signals import RowSegment, SavedSignals, Scorer, rows_of_process

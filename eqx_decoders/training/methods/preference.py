@@ -20,7 +20,7 @@ from eqx_decoders.data.preference_batches import PreferenceBatches, Split
 from eqx_decoders.data.preferences import Preferences, read_labelled_answers, read_pairs
 from eqx_decoders.data.store.signal_cache import Column, SignalCache
 from eqx_decoders.errors import ConfigError, DataError, check
-from eqx_decoders.io.huggingface.fingerprint import fingerprint
+from eqx_decoders.io.huggingface.hub import fingerprint
 from eqx_decoders.io.huggingface.load import load_hf
 from eqx_decoders.io.processes import LONG, all_gather_json, check_same
 from eqx_decoders.io.status import StatusLine

@@ -24,7 +24,7 @@ from eqx_decoders.io.checkpoint.run_backup import RunBackup
 from eqx_decoders.io.file_lock import read_holder
 from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.huggingface.directory import Directory, parse_json
-from eqx_decoders.io.huggingface.export_config import export_config, merged
+from eqx_decoders.io.huggingface.export import export_config, merge_settings
 from eqx_decoders.io.huggingface.export_directory import copy_tokenizer
 from eqx_decoders.io.huggingface.generation_config import add_stop_ids, parse_token_ids, read_generation_config
 from eqx_decoders.io.huggingface.load import decode_config
@@ -361,7 +361,7 @@ def write_source(model: Decoder, folder: Path) -> None:
     _, settings = export_config(model)
     with new_directory(folder) as partial:
         copy_tokenizer(model.origin.directory, partial)
-        write_json(partial / "config.json", merged(json.loads(model.origin.settings), settings))
+        write_json(partial / "config.json", merge_settings(json.loads(model.origin.settings), settings))
         shutil.rmtree(folder, ignore_errors=True)  # left by a start that was interrupted
 
 

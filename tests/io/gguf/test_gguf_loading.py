@@ -19,13 +19,13 @@ import eqx_decoders as ed
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io.gguf.gguf_header import read_gguf
-from eqx_decoders.io.gguf.gguf_table import PATTERN, Found, read_masks
-from eqx_decoders.io.gguf.gguf_tensors import BLOCKS, decoded, raw
+from eqx_decoders.io.gguf.gguf_table import PATTERN, FileMetadata, read_masks
+from eqx_decoders.io.gguf.gguf_tensors import BLOCKS, dequantized, stored_view
 from eqx_decoders.io.gguf.gguf_tokenizer import KEYS, PRE_TOKENIZERS, make_tokenizer
 from eqx_decoders.io.huggingface import export
 from eqx_decoders.io.huggingface.quantized.unpack import ScaledTensor
 from eqx_decoders.io.text.tokenizer import load_tokenizer, train_bpe
-from eqx_decoders.io.text.tokenizer_formats import byte_letters
+from eqx_decoders.io.text.tokenizer_formats import byte_characters
 from eqx_decoders.numerics.quantized_weight import quantized_weights
 from eqx_decoders.sharding.axes import named_leaves
 from tests.compare import assert_allclose, assert_array_equal
@@ -52,7 +52,7 @@ def test_blocks_equal_those_of_the_package_gguf(kind, tmp_path):
     """Slices may start anywhere; quantized weights are equal up to one rounding of their zero points."""
     rows = matrix(np.random.default_rng(1), 5, kind)[1]
     file = write(tmp_path / "x.gguf", "llama", {}, {"x": (kind, rows)})
-    tensor = decoded(raw(read_gguf(file).tensors["x"]))
+    tensor = dequantized(stored_view(read_gguf(file).tensors["x"]))
     want = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
     cut = (slice(1, 4), slice(7, 250))
     assert_array_equal(tensor.read(cut), want[cut])
@@ -67,7 +67,7 @@ def test_a_quantization_group_with_scale_zero_is_its_minimum(tmp_path):
     rows[:, 2:4] = np.array([0.75], np.float16).view(np.uint8)
     rows[:, 4:] = 0x5A
     file = write(tmp_path / "x.gguf", "llama", {}, {"x": ("Q4_1", rows)})
-    tensor = decoded(raw(read_gguf(file).tensors["x"]))
+    tensor = dequantized(stored_view(read_gguf(file).tensors["x"]))
     assert isinstance(tensor, ScaledTensor)
     for values in (tensor.read_all(), ScaledTensor.read(tensor, (slice(0, 2), slice(0, 32)))):
         assert_array_equal(values, 0.75)
@@ -312,7 +312,7 @@ def test_unexpected_tensors_are_refused(name, tensor, named, tmp_path):
 
 @pytest.mark.parametrize(("pattern", "written"), [("abc", "abc"), (float("nan"), "NaN"), (0, "0")])
 def test_the_pattern_of_masks_must_be_a_positive_integer(pattern, written):
-    found = Found(Fields({PATTERN: pattern}, "x"), (), {})
+    found = FileMetadata(Fields({PATTERN: pattern}, "x"), (), {})
     with refused(ed.ConversionError, f"sliding_window_pattern={written}"):
         read_masks(found, {"num_hidden_layers": 2}, 2)
 
@@ -341,7 +341,7 @@ SPLITS = {
 
 @pytest.mark.parametrize("name", sorted(PRE_TOKENIZERS))
 def test_pre_tokenizers_split_as_in_llama_cpp(name):
-    tokens = [*byte_letters(), "<unk>"]
+    tokens = [*byte_characters(), "<unk>"]
     metadata = {"model": "gpt2", "pre": name, "tokens": tokens, "merges": [], "token_type": [1] * 256 + [2]}
     inner, _ = make_tokenizer({KEYS + key: value for key, value in metadata.items()})
     steps = json.loads(inner.pre_tokenizer.__getstate__())["pretokenizers"]
@@ -358,7 +358,7 @@ def test_pre_tokenizers_split_as_in_llama_cpp(name):
 
 
 def test_a_bpe_without_a_pre_tokenizer_uses_the_default():
-    metadata = {KEYS + "model": "gpt2", KEYS + "tokens": byte_letters(), KEYS + "merges": []}
+    metadata = {KEYS + "model": "gpt2", KEYS + "tokens": byte_characters(), KEYS + "merges": []}
     assert make_tokenizer(metadata)[0].to_str() == make_tokenizer(metadata | {KEYS + "pre": "default"})[0].to_str()
 
 

@@ -53,7 +53,7 @@ def test_all_bits_arrive(mesh, spec, size, monkeypatch):
 
     Pieces of one row, of a number that leaves a remainder, and of all rows.
     """
-    monkeypatch.setattr(module, "PIECE", size)
+    monkeypatch.setattr(module, "PIECE_BYTES", size)
     host = some_bits((2, 4, 6, 10))
     x = jax.device_put(host, NamedSharding(mesh, spec))
     for place in ((), (1,), (0, 3), (1, 0)):
@@ -88,7 +88,7 @@ def test_arrays_of_numpy(mesh):
 
 def compiled(leaf, lead: int):
     """Bytes that a device needs for a piece beside its part of a leaf: of results, and of temporaries."""
-    axis, step, _ = module.gathering(leaf, lead)
+    axis, step, _ = module.gathering_plan(leaf, lead)
     where = jax.ShapeDtypeStruct((lead + 1,), np.int32)
     memory = module.gathered_rows.lower(leaf, where, leaf.sharding, axis, step).compile().memory_analysis()
     return memory.output_size_in_bytes, memory.temp_size_in_bytes
@@ -105,7 +105,7 @@ def compiled(leaf, lead: int):
 @pytest.mark.parametrize("lead", [0, 1, 2])
 def test_a_device_holds_a_few_pieces_at_most(mesh, spec, lead, monkeypatch):
     """Whatever is split: neither a layer, nor a layer's experts, nor a table is ever on one device."""
-    monkeypatch.setattr(module, "PIECE", 40_000)
+    monkeypatch.setattr(module, "PIECE_BYTES", 40_000)
     leaf = jax.ShapeDtypeStruct((4, 8, 64, 256), np.float32, sharding=NamedSharding(mesh, spec))
     one, temporary = compiled(leaf, lead)
     assert one <= 40_000 and temporary <= 3.1 * one  # of 2 MB

@@ -116,7 +116,7 @@ def test_scores_are_those_at_the_last_tokens(fake_transformers, tmp_path, monkey
     model, ids = ed.add_score_head(ed.load_hf(CHAT), key=jax.random.key(0)), np.array([[1, 2, 3], [4, 5, 6]], np.int32)
     ed.save_hf(model, tmp_path / "scorer")
     assert verify.transformers_logits(tmp_path / "scorer", ids).shape == (2, 1, 1)
-    assert_allclose(verify.our_logits(model, ids)[:, 0], model(ids).logits[:, -1], rtol=1e-5)
+    assert_allclose(verify.model_logits(model, ids)[:, 0], model(ids).logits[:, -1], rtol=1e-5)
 
 
 def test_transformers_does_not_load_directories_that_are_refused(fake_transformers, tmp_path):

@@ -39,7 +39,7 @@ from eqx_decoders.io.processors.processor import Processor, read_settings
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
 from eqx_decoders.media_files.audio import LogMel
-from eqx_decoders.media_files.images import open_image
+from eqx_decoders.media_files.images import image_size, open_image
 from eqx_decoders.media_files.limits import MediaLimits
 from eqx_decoders.media_files.normalize import Normalization
 from eqx_decoders.media_files.video import Video, open_video
@@ -280,6 +280,8 @@ def test_malformed_images_are_refused(kind):
 def test_sizes_are_bounded_before_anything_is_decoded():
     with refused(DataError, "1,000 x 1,000", "MediaLimits.max_pixels=10,000"):
         open_image(image("RGB", 1000, 1000), MediaLimits(max_pixels=10_000), "x")
+    with refused(DataError, "1,000 x 1,000", "MediaLimits.max_pixels=10,000"):
+        image_size(image("RGB", 1000, 1000), MediaLimits(max_pixels=10_000), "x")
     with (
         refused(DataError, "30 frames", "MediaLimits.max_frames=20"),
         open_video([np.zeros((2, 2, 3), np.uint8)] * 30, MediaLimits(max_frames=20)),

@@ -15,7 +15,7 @@ from eqx_decoders.errors import DataError, MissingPackage
 from eqx_decoders.inference.stream_decoder import StreamDecoder
 from eqx_decoders.io.text import tokenizer_formats
 from eqx_decoders.io.text.tokenizer import END_OF_TEXT, JsonTokenizer, load_tokenizer, train_bpe
-from eqx_decoders.io.text.tokenizer_formats import KNOWN, byte_letters
+from eqx_decoders.io.text.tokenizer_formats import KNOWN, byte_characters
 from tests.errors import refused
 
 
@@ -35,7 +35,7 @@ def texts() -> list[str]:
 
 def ranks() -> dict[bytes, int]:
     """The ranks of all bytes and of the pieces that a trained BPE merges."""
-    letters = {letter: byte for byte, letter in enumerate(byte_letters())}
+    letters = {letter: byte for byte, letter in enumerate(byte_characters())}
     names = sorted(json.loads(train_bpe([SOURCE] * 2, 700).to_json())["model"]["vocab"].items(), key=lambda one: one[1])
     pieces = [bytes(letters[letter] for letter in name) for name, _ in names if name != END_OF_TEXT]
     pieces = [bytes([byte]) for byte in range(256)] + [piece for piece in pieces if len(piece) > 1]

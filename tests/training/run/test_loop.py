@@ -30,7 +30,6 @@ from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.evaluation import evaluate
-from eqx_decoders.training.methods import sft
 from eqx_decoders.training.run import evaluate as evaluate_module, loop as run_module, start
 from eqx_decoders.training.run.evaluate import HeldOutEvaluation, SampleEvaluation, errors_as_warnings
 from eqx_decoders.training.run.load_export import load_run

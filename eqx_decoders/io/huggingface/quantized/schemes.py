@@ -1,4 +1,7 @@
-"""Quantization schemes in `quantization_config`: functions from stored tensors to dequantized tensors, by name.
+"""Quantization schemes in `quantization_config`.
+
+`read_scheme` returns a function from the stored tensors to views that dequantize. To add a scheme, write a function
+that reads its settings (`fields`) and returns such a function, and add it to the table in `read_scheme`.
 
 Supported are MXFP4 of GPT-OSS, FP8 with scales per block, row or matrix, FBGEMM's FP8, compressed-tensors, GPTQ, AWQ,
 AutoRound, and the schemes of `modelopt.py` and `bitsandbytes.py`. Activations are never quantized here: their settings
@@ -14,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from eqx_decoders.core.config_reader import Fields
-from eqx_decoders.errors import ConversionError, check
+from eqx_decoders.errors import ConversionError
 from eqx_decoders.io.huggingface.directory import Directory, StoredTensor
 from eqx_decoders.io.huggingface.quantized.bitsandbytes import read_bitsandbytes
 from eqx_decoders.io.huggingface.quantized.companions import (
@@ -22,53 +25,56 @@ from eqx_decoders.io.huggingface.quantized.companions import (
     FLOATS,
     Tensors,
     check_dtype,
+    check_dtype_and_shape,
     check_none_left,
-    check_stored,
     matrix_shape,
     pop_companion,
-    scaled,
+    scaled_tensor,
 )
 from eqx_decoders.io.huggingface.quantized.modelopt import (
     HF_QUANT_CONFIG,
     mxfp8_tensor,
     nvfp4_tensor,
     read_modelopt,
-    with_own_file,
+    with_hf_quant_config,
 )
 from eqx_decoders.io.huggingface.quantized.unpack import (
-    GROUP,
+    MX_GROUP_SIZE,
     BytesTensor,
-    HalvesTensor,
+    PackedFP4Tensor,
     PackedTensor,
     RepeatedTensor,
     ScaledTensor,
     mxfp4_tensor,
     per_row_view,
-    swapped,
+    transposed,
 )
 
 
 Scheme = Callable[[Tensors], Tensors]
 T = TypeVar("T")
-_ScaleShapes = tuple[tuple[int, int], tuple[int, int]]  # of scales and of zero points
+_ScaleShapes = tuple[tuple[int, int], tuple[int, int]]  # shapes of the scales and of the zero points
 
 _OTHER_FORMAT = "the weights are stored in another format"
 # Scales of activations, which are not quantized here.
 _ACTIVATION_SCALES = ".activation_scale", "_activation_scale", ".input_scale", "_input_scale", ".output_scale"
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of eight numbers in their four bytes
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of eight values in a 32-bit word
 
 
 def checkpoint_tensors(directory: Directory) -> Tensors:
-    """Return the tensors of a checkpoint by name, quantized ones as the numbers that they encode."""
+    """Return the tensors of a checkpoint by name. Reading a quantized tensor dequantizes it."""
     content = directory.json("config.json")
-    if directory.has(HF_QUANT_CONFIG):
-        content = with_own_file(content, lambda: directory.json(HF_QUANT_CONFIG))
+    if content.get("quantization_config") is None and directory.has(HF_QUANT_CONFIG):
+        content = with_hf_quant_config(content, directory.json(HF_QUANT_CONFIG))
     return read_scheme(content)(directory.tensors())
 
 
 def read_scheme(content: Mapping[str, Any]) -> Scheme:
-    """Read `quantization_config` as a function from stored to decoded tensors. Raises ConversionError."""
+    """Read `quantization_config` of a `config.json`, and return a function from stored to dequantized tensors.
+
+    Raises ConversionError for unknown schemes and unsupported settings.
+    """
     fields = Fields(content).table("quantization_config")
     if fields is None:
         return lambda tensors: tensors
@@ -86,11 +92,14 @@ def read_scheme(content: Mapping[str, Any]) -> Scheme:
     }
     method = fields.take("quant_method", None)
     if not isinstance(method, str) or method not in schemes:
-        known = f"Known: {', '.join(schemes)}. Load a checkpoint in bfloat16."
-        raise fields.error(f"quant_method={str(method)[:60]} is not read. {known}")
+        raise fields.error(
+            f"quant_method={str(method)[:60]} is not supported. Supported: {', '.join(schemes)}. Load a checkpoint in "
+            "bfloat16."
+        )
     scheme = schemes[method](fields)
-    fields.flag("dequantize", False)  # dtype of transformers' products; the numbers are the same
-    for key in ("modules_to_not_convert", "ignored_layers", "modules_to_convert"):  # the dtype of each tensor shows it
+    fields.flag("dequantize", False)  # whether transformers dequantizes; the values are the same
+    # The dtype of each tensor shows which modules are quantized.
+    for key in ("modules_to_not_convert", "ignored_layers", "modules_to_convert"):
         names = fields.take(key, [])
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise fields.error(f"{key} must be a list of names.")
@@ -106,11 +115,13 @@ def _mxfp4_tensors(tensors: Tensors) -> Tensors:
     for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
         blocks = decoded.pop(f"{name}_blocks")
         scales = pop_companion(decoded, f"{name}_scales", blocks)
-        half = blocks.shape[-1] if len(blocks.shape) > 2 else 0
-        valid = half == GROUP // 2 and blocks.dtype == "U8"
-        rule = f"blocks of MXFP4 are U8 with {GROUP // 2} bytes each"
-        check(valid, f"{blocks.file}: {blocks.name} is {blocks.description}: {rule}.", ConversionError)
-        check_stored(scales, ("U8",), blocks.shape[:-1])
+        group_bytes = MX_GROUP_SIZE // 2
+        if blocks.dtype != "U8" or len(blocks.shape) < 3 or blocks.shape[-1] != group_bytes:
+            raise ConversionError(
+                f"{blocks.file}: {blocks.name} is {blocks.description}, but blocks of MXFP4 must be U8 of shape [..., "
+                f"rows, groups, {group_bytes}]. Download the file again."
+            )
+        check_dtype_and_shape(scales, ("U8",), blocks.shape[:-1])
         decoded[name] = mxfp4_tensor(name, blocks, scales)
     return decoded
 
@@ -120,19 +131,22 @@ def _fp8(fields: Fields) -> Scheme:
     fields.allow_only("fmt", "e4m3", effect=_OTHER_FORMAT)
     fields.allow_only("expert_dtype", "fp8", effect=_OTHER_FORMAT)
     fields.take("kv_cache_scheme", None)  # quantizes the KV cache, not the weights
-    has_bytes = fields.word("scale_fmt", {"float": False, "ue8m0": True}, "float")
+    has_e8m0_scales = fields.word("scale_fmt", {"float": False, "ue8m0": True}, "float")
     block = fields.take("weight_block_size", None)
-    whole = isinstance(block, list) and all(isinstance(size, int) and not isinstance(size, bool) for size in block)
-    if block is not None and (not whole or len(block) != 2 or min(block) < 1):
+    if block is not None and not _is_block_size(block):
         raise fields.error(
             f"weight_block_size={block!r} must be two integers of at least 1, rows and columns, or null for one scale "
             f"per matrix or row."
         )
-    dtypes = (*FLOATS, "F8_E8M0", *["U8"] * has_bytes)
-    return lambda tensors: _fp8_tensors(tensors, None if block is None else (block[0], block[1]), dtypes)
+    scale_dtypes = (*FLOATS, "F8_E8M0", "U8") if has_e8m0_scales else (*FLOATS, "F8_E8M0")
+    return lambda tensors: _fp8_tensors(tensors, None if block is None else (block[0], block[1]), scale_dtypes)
 
 
-def _fp8_tensors(tensors: Tensors, block: tuple[int, int] | None, dtypes: tuple[str, ...]) -> Tensors:
+def _is_block_size(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
+
+
+def _fp8_tensors(tensors: Tensors, block: tuple[int, int] | None, scale_dtypes: tuple[str, ...]) -> Tensors:
     """Dequantize FP8 with a scale per block, row, matrix or expert.
 
     The scales are named `{name}_scale_inv` in transformers and `{name}_scale` in AutoFP8.
@@ -147,13 +161,13 @@ def _fp8_tensors(tensors: Tensors, block: tuple[int, int] | None, dtypes: tuple[
         block_grid = None if block is None else (*lead, -(-rows // block[0]), -(-columns // block[1]))
         row_shapes = _row_scale_shapes(lead, rows)
         if block is not None and scales.shape == block_grid:
-            check_dtype(scales, *dtypes)
-            decoded[name] = scaled(name, values, scales, block)
+            check_dtype(scales, *scale_dtypes)
+            decoded[name] = scaled_tensor(name, values, scales, block)
         elif scales.shape in row_shapes:
-            check_dtype(scales, *dtypes)
+            check_dtype(scales, *scale_dtypes)
             per_row = len(scales.shape) > len(lead) and scales.shape[len(lead)] == rows
             view = per_row_view(scales, (*lead, rows, 1), len(lead), per_row)
-            decoded[name] = scaled(name, values, view, (1, columns))
+            decoded[name] = scaled_tensor(name, values, view, (1, columns))
         else:
             per_block = (
                 "" if block is None else f", or {block_grid} for one scale per block of weight_block_size={list(block)}"
@@ -169,11 +183,13 @@ def _fp8_tensors(tensors: Tensors, block: tuple[int, int] | None, dtypes: tuple[
 
 def _is_activation_scale(name: str, tensors: Tensors) -> bool:
     """Return whether a tensor is a scale of the KV cache, or of the inputs or outputs of an FP8 matrix."""
-    end = next((end for end in _ACTIVATION_SCALES if name.endswith(end)), None)
-    weights = [] if end is None else [name.removesuffix(end), f"{name.removesuffix(end)}.weight"]
-    return name.endswith(CACHE_SCALES) or any(
-        weight in tensors and tensors[weight].dtype == "F8_E4M3" for weight in weights
-    )
+    if name.endswith(CACHE_SCALES):
+        return True
+    ending = next((ending for ending in _ACTIVATION_SCALES if name.endswith(ending)), None)
+    if ending is None:
+        return False
+    module = name.removesuffix(ending)
+    return any(weight in tensors and tensors[weight].dtype == "F8_E4M3" for weight in (module, f"{module}.weight"))
 
 
 def _row_scale_shapes(lead: Sequence[int], rows: int) -> list[tuple[int, ...]]:
@@ -183,7 +199,7 @@ def _row_scale_shapes(lead: Sequence[int], rows: int) -> list[tuple[int, ...]]:
 
 
 def _fbgemm(fields: Fields) -> Scheme:
-    fields.take("activation_scale_ub", None)  # limit of activations before rounding
+    fields.take("activation_scale_ub", None)  # upper bound of the scales of activations
     return _row_scaled_tensors
 
 
@@ -193,8 +209,8 @@ def _row_scaled_tensors(tensors: Tensors) -> Tensors:
         if values.dtype == "F8_E4M3":
             scales = pop_companion(decoded, f"{name}_scale", values)
             rows, columns = matrix_shape(values, 2)
-            check_stored(scales, FLOATS, (rows, 1))
-            decoded[name] = scaled(name, values, scales, (1, columns))
+            check_dtype_and_shape(scales, FLOATS, (rows, 1))
+            decoded[name] = scaled_tensor(name, values, scales, (1, columns))
     check_none_left(decoded, "_scale")
     return decoded
 
@@ -203,26 +219,27 @@ def _row_scaled_tensors(tensors: Tensors) -> Tensors:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Packing:
-    """Sizes that occur in the groups of a `quantization_config`.
+class _GroupSizes:
+    """Sizes that occur in `config_groups`. The shapes of the tensors show which of them belongs to a weight.
 
     **Arguments:**
 
-    - `bits`: of whole numbers.
+    - `bits`: numbers of bits of integers.
     - `blocks`: rows and columns of blocks.
-    - `groups`: columns of groups.
+    - `group_sizes`: columns of quantization groups.
     """
 
     bits: tuple[int, ...]
     blocks: tuple[tuple[int, int], ...]
-    groups: tuple[int, ...]
+    group_sizes: tuple[int, ...]
 
 
 _FORMATS = (
     "dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision",
     "mxfp4-pack-quantized", "mxfp8-quantized", "nvfp4-pack-quantized",
 )  # fmt: skip
-_UNUSED = (
+# Parameters of quantized activations and caches, which do not change the weights.
+_ACTIVATION_PARAMETERS = (
     ".input_scale",
     ".input_zero_point",
     ".output_scale",
@@ -236,130 +253,148 @@ def _compressed(fields: Fields) -> Scheme:
     fields.word("format", dict.fromkeys(_FORMATS, True), "int-quantized")
     fields.take("quantization_status", None)
     fields.allow_only("quantization_status", "compressed", "frozen", effect="the weights are not quantized yet")
-    for key in ("ignore", "kv_cache_scheme", "global_compression_ratio", "version"):  # tensors show it; or about caches
+    for key in ("ignore", "kv_cache_scheme", "global_compression_ratio", "version"):  # without effect on the tensors
         fields.take(key, None)
     for key in ("sparsity_config", "transform_config"):
         value = fields.take(key, {})
-        known = isinstance(value, Mapping) and value.get("format", "dense") == "dense"
-        if not known or value.get("config_groups"):
-            raise fields.error(f"{key}={str(value)[:80]} is not read: load a checkpoint without it.")
+        is_off = isinstance(value, Mapping) and value.get("format", "dense") == "dense"
+        if not is_off or value.get("config_groups"):
+            raise fields.error(f"{key}={str(value)[:80]} is not supported. Load a checkpoint without it.")
     groups = fields.take("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise fields.error("config_groups must be an object of at least one group.")
-    bits, blocks, sizes = set(), set(), set()
+        raise fields.error("config_groups must be an object with at least one group.")
+    bits: set[int] = set()
+    blocks: set[tuple[int, int]] = set()
+    group_sizes: set[int] = set()
     for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping):
-            raise fields.error(f"config_groups.{str(name)[:40]} must have an object as weights.")
+            raise fields.error(f"config_groups.{str(name)[:40]} must have the key weights, an object.")
         inner = Fields(weights, f"{fields.where}.config_groups.{str(name)[:40]}.weights")
-        count, kind = inner.integer("num_bits", 8), inner.word("type", {"int": "int", "float": "float"}, "int")
-        if not (count <= 8 if kind == "int" else count in (4, 8)):
+        num_bits = inner.integer("num_bits", 8)
+        number_type = inner.word("type", {"int": "int", "float": "float"}, "int")
+        if not (num_bits <= 8 if number_type == "int" else num_bits in (4, 8)):
             raise inner.error(
-                f"num_bits={count} of type={kind} is not read: integers of up to 8 bits, floats of 4 or 8."
+                f"num_bits={num_bits} of type={number_type} is not supported. Supported: integers of at most 8 bits, "
+                "floats of 4 or 8 bits."
             )
-        bits |= {count} if kind == "int" else set()
-        size = inner.take("group_size", None)
-        if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-            sizes.add(size)
+        if number_type == "int":
+            bits.add(num_bits)
+        group_size = inner.take("group_size", None)
+        if type(group_size) is int and group_size > 0:
+            group_sizes.add(group_size)
         block = inner.take("block_structure", None)
         if block is not None:
-            if isinstance(block, str) and re.fullmatch(r"\d{1,6}x\d{1,6}", block):  # an older notation
+            if isinstance(block, str) and re.fullmatch(r"\d{1,6}x\d{1,6}", block):  # older versions: "128x128"
                 block = [int(size) for size in block.split("x")]
-            valid = isinstance(block, list) and len(block) == 2 and all(type(x) is int and x > 0 for x in block)
-            if not valid:
+            if not _is_block_size(block):
                 raise inner.error(f"block_structure={str(block)[:60]} must be two integers of at least 1.")
-            blocks.add(tuple(block))
-    packing = _Packing(tuple(sorted(bits)), tuple(sorted(blocks)), tuple(sorted(sizes)))
-    return lambda tensors: _compressed_tensors(tensors, packing)
+            blocks.add((int(block[0]), int(block[1])))
+    sizes = _GroupSizes(tuple(sorted(bits)), tuple(sorted(blocks)), tuple(sorted(group_sizes)))
+    return lambda tensors: _compressed_tensors(tensors, sizes)
 
 
-def _compressed_tensors(tensors: Tensors, packing: _Packing) -> Tensors:
-    decoded = {name: tensor for name, tensor in tensors.items() if not name.endswith(_UNUSED)}
+def _compressed_tensors(tensors: Tensors, sizes: _GroupSizes) -> Tensors:
+    decoded = {name: tensor for name, tensor in tensors.items() if not name.endswith(_ACTIVATION_PARAMETERS)}
     for name in [name for name in decoded if name.endswith(("weight_packed", ".weight"))]:
         if name.endswith("weight_packed"):
-            _unpack(decoded, name.removesuffix("_packed"), packing)
+            _unpack(decoded, name.removesuffix("_packed"), sizes)
         elif decoded[name].dtype in ("I8", "F8_E4M3"):
-            numbers = decoded[name]
-            scales, zeros = pop_companion(decoded, f"{name}_scale", numbers), decoded.pop(f"{name}_zero_point", None)
-            if numbers.dtype == "F8_E4M3" and scales.dtype in ("U8", "F8_E8M0"):
-                decoded[name] = mxfp8_tensor(name, numbers, scales)
-                continue
-            decoded[name] = _with_scales(name, numbers, scales, zeros, packing)
-    ends = ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx", ".weight_global_scale"
-    check_none_left(decoded, *ends)
+            values = decoded[name]
+            scales = pop_companion(decoded, f"{name}_scale", values)
+            zeros = decoded.pop(f"{name}_zero_point", None)
+            if values.dtype == "F8_E4M3" and scales.dtype in ("U8", "F8_E8M0"):
+                decoded[name] = mxfp8_tensor(name, values, scales)
+            else:
+                decoded[name] = _with_scales(name, values, scales, zeros, sizes)
+    check_none_left(
+        decoded, ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx", ".weight_global_scale"
+    )
     return decoded
 
 
-def _unpack(tensors: Tensors, name: str, packing: _Packing) -> None:
-    """Replace `weight_packed` and its scales, zeros and indices by the tensor `name`."""
+def _unpack(tensors: Tensors, name: str, sizes: _GroupSizes) -> None:
+    """Replace `{name}_packed` and its scales, zero points and indices by the tensor `name`."""
     packed = tensors.pop(f"{name}_packed")
     scales = pop_companion(tensors, f"{name}_scale", packed)
     rows, words = matrix_shape(packed, 2)
-    factor = tensors.pop(f"{name}_global_scale", None)
-    if factor is not None:
-        tensors[name] = nvfp4_tensor(name, packed, scales, factor, divides=True)
+    global_scale = tensors.pop(f"{name}_global_scale", None)
+    if global_scale is not None:
+        tensors[name] = nvfp4_tensor(name, packed, scales, global_scale, divides=True)
         return
     if packed.dtype == "U8":
-        check_stored(scales, ("U8", "F8_E8M0"), (rows, 2 * words // GROUP))
-        numbers = HalvesTensor(packed.file, name, (rows, 2 * words), "F4_E2M1", packed.offset, packed)
+        check_dtype_and_shape(scales, ("U8", "F8_E8M0"), (rows, 2 * words // MX_GROUP_SIZE))
+        values = PackedFP4Tensor(packed.file, name, (rows, 2 * words), "F4_E2M1", packed.offset, packed)
         if scales.dtype == "U8":
             scales = BytesTensor(scales.file, scales.name, scales.shape, "F8_E8M0", scales.offset, scales)
-        tensors[name] = scaled(name, numbers, scales, (1, GROUP))
+        tensors[name] = scaled_tensor(name, values, scales, (1, MX_GROUP_SIZE))
         return
     check_dtype(packed, "I32")
     shape = pop_companion(tensors, f"{name}_shape", packed)
-    valid = shape.dtype in ("I64", "I32") and shape.shape == (2,)
-    rule = "must be two integers: the shape of the weight"
-    check(valid, f"{shape.file}: {shape.name} is {shape.description}, but {rule}.", ConversionError)
-    # its first number is the number of rows; the second follows from the scales, or must be read
-    columns, bits = _columns(packed, scales, shape, packing)
-    kind, half = ("I4" if bits <= 4 else "I8"), 2 ** (bits - 1)
-    numbers = PackedTensor(packed.file, name, (rows, columns), kind, packed.offset, packed, 1, bits, half)
+    if shape.dtype not in ("I64", "I32") or shape.shape != (2,):
+        raise ConversionError(
+            f"{shape.file}: {shape.name} is {shape.description}, but must be two integers, the shape of the weight. "
+            "Download the file again."
+        )
+    columns, bits = _columns_and_bits(packed, shape, sizes)
+    half = 2 ** (bits - 1)
+    value_dtype = "I4" if bits <= 4 else "I8"
+    values = PackedTensor(packed.file, name, (rows, columns), value_dtype, packed.offset, packed, 1, bits, half)
     zeros = tensors.pop(f"{name}_zero_point", None)
     if zeros is not None:
-        check_stored(zeros, ("I32",), (-(-rows * bits // 32), *scales.shape[1:]))
-        kind = "I8" if bits < 8 else "I16"
-        zeros = PackedTensor(zeros.file, zeros.name, scales.shape, kind, zeros.offset, zeros, 0, bits, half)
+        check_dtype_and_shape(zeros, ("I32",), (-(-rows * bits // 32), *scales.shape[1:]))
+        zero_dtype = "I8" if bits < 8 else "I16"
+        zeros = PackedTensor(zeros.file, zeros.name, scales.shape, zero_dtype, zeros.offset, zeros, 0, bits, half)
     group_index = tensors.pop(f"{name}_g_idx", None)
-    tensors[name] = _with_scales(name, numbers, scales, zeros, packing, group_index)
+    tensors[name] = _with_scales(name, values, scales, zeros, sizes, group_index)
 
 
-def _columns(packed: StoredTensor, scales: StoredTensor, shape: StoredTensor, packing: _Packing) -> tuple[int, int]:
-    """Return the number of columns of a packed matrix, and the bits of its numbers."""
+def _columns_and_bits(packed: StoredTensor, shape: StoredTensor, sizes: _GroupSizes) -> tuple[int, int]:
+    """Return the number of columns of a packed matrix, and the bits of its values."""
     rows, words = packed.shape
-    sizes = [int(size) for size in shape.read_all()]
-    fits = [bits for bits in packing.bits if sizes[0] == rows and words == -(-sizes[1] * bits // 32)]
-    text = f"weight_shape={sizes} and num_bits={list(packing.bits)}"
-    check(bool(fits), f"{packed.file}: {packed.name} is {packed.description}, but {text}.", ConversionError)
-    return sizes[1], fits[0]
+    weight_shape = [int(size) for size in shape.read_all()]
+    for bits in sizes.bits:
+        if weight_shape[0] == rows and words == -(-weight_shape[1] * bits // 32):
+            return weight_shape[1], bits
+    raise ConversionError(
+        f"{packed.file}: {packed.name} is {packed.description}, which does not fit weight_shape={weight_shape} and "
+        f"num_bits={list(sizes.bits)}. Check config_groups in config.json."
+    )
 
 
 def _with_scales(
     name: str,
-    numbers: StoredTensor,
+    values: StoredTensor,
     scales: StoredTensor,
     zeros: StoredTensor | None,
-    packing: _Packing,
+    sizes: _GroupSizes,
     group_index: StoredTensor | None = None,
 ) -> ScaledTensor:
-    """Return a matrix with one scale, or one for each row, for each group of a row, or for each block."""
-    rows, columns = matrix_shape(numbers, 2)
+    """Return a matrix with one scale, or one scale per row, per quantization group of a row, or per block."""
+    rows, columns = matrix_shape(values, 2)
     check_dtype(scales, *FLOATS)
-    covered = [block for block in packing.blocks if scales.shape == (1, 1) and rows <= block[0] and columns <= block[1]]
-    if scales.shape in ((), (1,), (1, 1)) and rows > 1 and not covered:
+    is_one_block = scales.shape == (1, 1) and any(
+        rows <= block_rows and columns <= block_columns for block_rows, block_columns in sizes.blocks
+    )
+    if scales.shape in ((), (1,), (1, 1)) and rows > 1 and not is_one_block:
         scales = RepeatedTensor(scales.file, scales.name, (rows, 1), scales.dtype, scales.offset, scales)
-        rule = "must be missing where there is one scale, as rounding around 0 has it"
-        check(zeros is None, f"{numbers.file}: zero points of {name} {rule}.", ConversionError)
-    blocks = [(1, columns), *((1, size) for size in packing.groups), *packing.blocks]
-    fits = [b for b in blocks if scales.shape == (-(-rows // b[0]), -(-columns // b[1]))]
-    rule = f"fits no group_size or block_structure of config.json: {list(packing.groups)}, {list(packing.blocks)}"
-    where = f"{scales.file}: {scales.name} is {scales.description}"
-    check(bool(fits), f"{where}, which {rule}.", ConversionError)
+        if zeros is not None:
+            raise ConversionError(
+                f"{values.file}: zero points of {name} are not supported, because the matrix has one scale. Load a "
+                "checkpoint with symmetric quantization."
+            )
+    blocks = [(1, columns), *((1, size) for size in sizes.group_sizes), *sizes.blocks]
+    block = next((size for size in blocks if scales.shape == (-(-rows // size[0]), -(-columns // size[1]))), None)
+    if block is None:
+        raise ConversionError(
+            f"{scales.file}: {scales.name} is {scales.description}, which fits no group_size={list(sizes.group_sizes)} "
+            f"and no block_structure={list(sizes.blocks)} of config_groups. Check config.json."
+        )
     if zeros is not None and not isinstance(zeros, PackedTensor):
-        check_stored(zeros, ("I8",), scales.shape)
+        check_dtype_and_shape(zeros, ("I8",), scales.shape)
     if group_index is not None:
-        group_index = _checked_group_index(group_index, columns, fits[0][1], scales.shape[-1], unset=-1)
-    return scaled(name, numbers, scales, fits[0], zeros, group_index)
+        group_index = _checked_group_index(group_index, columns, block[1], scales.shape[-1], unset=-1)
+    return scaled_tensor(name, values, scales, block, zeros, group_index)
 
 
 # --- GPTQ and AWQ ---
@@ -469,7 +504,7 @@ def _read_packing(fields: Fields, known_bits: Sequence[int], default: _ModulePac
     bits = fields.integer("bits") if default is None else fields.integer("bits", default.bits)
     size = fields.take("group_size", 128 if default is None else default.group_size or -1)
     if bits not in known_bits:
-        raise fields.error(f"bits={bits} is not read: must be one of {', '.join(map(str, known_bits))}.")
+        raise fields.error(f"bits={bits} must be one of {', '.join(map(str, known_bits))}.")
     if type(size) is not int or (size < 1 and size != -1):
         raise fields.error(f"group_size={str(size)[:40]} must be an integer of at least 1, or -1 for whole columns.")
     fields.allow_only("pack_dtype", "int32", effect="weights are packed into another dtype")
@@ -516,12 +551,18 @@ def _gptq_tensors(tensors: Tensors, packings: _PackingTable, is_v2: bool) -> Ten
         group_index = decoded.pop(f"{name}g_idx", None)
         if group_index is not None:
             group_index = _checked_group_index(group_index, rows, group_size, scales.shape[0])
-        kinds = ("I4", "I8") if bits <= 4 else ("I8", "I16")
-        numbers = PackedTensor(packed.file, name, (rows, columns), kinds[0], packed.offset, packed, 0, bits, half)
-        minus = half if is_v2 else half - 1  # the first version stores each zero point minus one
-        unpacked = PackedTensor(zeros.file, name, scales.shape, kinds[1], zeros.offset, zeros, 1, bits, minus)
-        views = swapped(numbers), swapped(scales), (1, group_size), swapped(unpacked), group_index
-        decoded[f"{name}weight"] = scaled(f"{name}weight", *views)
+        value_dtype, zero_dtype = ("I4", "I8") if bits <= 4 else ("I8", "I16")
+        zero_offset = half if is_v2 else half - 1  # the first version stores each zero point minus one
+        values = PackedTensor(packed.file, name, (rows, columns), value_dtype, packed.offset, packed, 0, bits, half)
+        zeros = PackedTensor(zeros.file, name, scales.shape, zero_dtype, zeros.offset, zeros, 1, bits, zero_offset)
+        decoded[f"{name}weight"] = scaled_tensor(
+            f"{name}weight",
+            transposed(values),
+            transposed(scales),
+            (1, group_size),
+            transposed(zeros),
+            group_index,
+        )
     check_none_left(decoded, ".qzeros", ".g_idx")
     return decoded
 
@@ -543,7 +584,7 @@ def _checked_group_index(
 
     Raises ConversionError for another shape, and for an index of a group that has no scales.
     """
-    check_stored(group_index, ("I32", "I64"), (rows,))
+    check_dtype_and_shape(group_index, ("I32", "I64"), (rows,))
     indices = group_index.read_all()
     if np.array_equal(indices, np.arange(rows) // group_size) or (unset is not None and unset in indices):
         return None
@@ -589,14 +630,22 @@ def _awq_tensors(tensors: Tensors, packings: _PackingTable) -> Tensors:
                 f"groups are {group_size} consecutive rows. Load a checkpoint that was quantized without act-order."
             )
 
-        def unpacked(inner: StoredTensor, kind: str) -> StoredTensor:
-            shape, start = (inner.shape[0], 8 * inner.shape[1]), inner.offset
-            return swapped(PackedTensor(inner.file, inner.name, shape, kind, start, inner, 1, 4, 8, _AWQ_ORDER))
-
-        views = unpacked(packed, "I4"), swapped(scales), (1, group_size), unpacked(zeros, "I8")
-        decoded[f"{name}weight"] = scaled(f"{name}weight", *views)
+        decoded[f"{name}weight"] = scaled_tensor(
+            f"{name}weight",
+            _unpacked_awq(packed, "I4"),
+            transposed(scales),
+            (1, group_size),
+            _unpacked_awq(zeros, "I8"),
+        )
     check_none_left(decoded, ".qzeros")
     return decoded
+
+
+def _unpacked_awq(packed: StoredTensor, dtype: str) -> StoredTensor:
+    """Return the view of packed weights or zero points as a matrix `[outputs, inputs]`."""
+    shape = (packed.shape[0], 8 * packed.shape[1])
+    unpacked = PackedTensor(packed.file, packed.name, shape, dtype, packed.offset, packed, 1, 4, 8, _AWQ_ORDER)
+    return transposed(unpacked)
 
 
 _AUTO_ROUND_KEYS = (  # settings of the quantization, which do not change how weights are stored
@@ -612,9 +661,9 @@ _AUTO_ROUND_KEYS = (  # settings of the quantization, which do not change how we
 def _auto_round(fields: Fields) -> Scheme:
     """Read the settings of AutoRound, which stores tensors as GPTQ or AWQ does."""
     formats = {f"auto_round:{prefix}{name}": name for name in ("gptq", "awq") for prefix in ("auto_", "")}
-    # without packing_format, the backend names the format, for example "auto_round:awq:gemm"
+    # Without packing_format, the backend names the format, for example "auto_round:awq:gemm".
     default = "auto_round:auto_awq" if "awq" in str(fields.take("backend", "")) else "auto_round:auto_gptq"
-    packing = _read_format(fields, formats, ("packing_format",), default)
+    packing_format = _read_format(fields, formats, ("packing_format",), default)
     fields.allow_only("data_type", "int", effect=_OTHER_FORMAT)
     for key in _AUTO_ROUND_KEYS:
         fields.take(key, None)
@@ -627,14 +676,19 @@ def _auto_round(fields: Fields) -> Scheme:
         if overrides.get("bits", 0) in range(16):  # modules of 16 bits are stored without quantization
             dynamic[f"+:(.*[.])?{re.escape(name)}$"] = overrides
     fields.supply("dynamic", dynamic)
-    return _gptq(fields) if packing == "gptq" else _awq(fields)
+    return _gptq(fields) if packing_format == "gptq" else _awq(fields)
 
 
-def without_empty_biases(tensors: Tensors, wanted: Mapping[str, Any]) -> Tensors:
-    """Remove the zeros that some programs write as biases of quantized matrices without a bias."""
+def without_zero_biases(tensors: Tensors, expected: Mapping[str, Any]) -> Tensors:
+    """Remove biases that are zero and not expected: some programs write them for every quantized matrix.
 
-    def empty(name: str) -> bool:
+    `expected`: the expected tensors by name.
+    """
+
+    def is_superfluous(name: str) -> bool:
+        if not name.endswith(".bias") or name in expected:
+            return False
         weight = tensors.get(name.removesuffix("bias") + "weight")
-        return name not in wanted and isinstance(weight, ScaledTensor) and not tensors[name].read_all().any()
+        return isinstance(weight, ScaledTensor) and not tensors[name].read_all().any()
 
-    return {name: tensor for name, tensor in tensors.items() if not (name.endswith(".bias") and empty(name))}
+    return {name: tensor for name, tensor in tensors.items() if not is_superfluous(name)}

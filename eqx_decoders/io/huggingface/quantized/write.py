@@ -1,8 +1,8 @@
-"""Writing of weights in few bits: compressed-tensors, which vLLM and transformers open, or MXFP4 of GPT-OSS.
+"""Writing of quantized weights: compressed-tensors, which vLLM and transformers load, or MXFP4 of GPT-OSS.
 
-Whole numbers are packed into int32 (`pack-quantized`: activations are not rounded), FP8 is stored plainly
-(`float-quantized`), and scales in their own dtype. A matrix is a module's `weight`, `[out, in]`, and belongs to a group
-of `config_groups` by its module's name.
+Integers are packed into int32 (`pack-quantized`), FP8 is stored without packing (`float-quantized`), and scales in the
+dtype of the weight. A matrix is a module's `weight`, `[out, in]`. The names of modules determine their groups in
+`config_groups`.
 """
 
 import json
@@ -14,223 +14,265 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from eqx_decoders.errors import ConversionError, check
+from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.huggingface.quantized.keep import PARTS, part_mappings, part_name
-from eqx_decoders.io.huggingface.quantized.unpack import GROUP
+from eqx_decoders.io.huggingface.quantized.unpack import MX_GROUP_SIZE
 from eqx_decoders.numerics.quantized_weight import AbstractQuantizedWeight
 from eqx_decoders.sharding.axes import Axes
 
 
 _WEIGHT = ".weight"
-_REMEDY = "call dequantize, or quantize the model without it"
-_BITS = {"int8": 8, "int4": 4, "uint8": 8, "uint4": 4}  # whole numbers, and bits of E4M3 and E2M1
+_BITS = {"int8": 8, "int4": 4, "uint8": 8, "uint4": 4}  # uint8 and uint4 contain the bits of E4M3 and E2M1
 
-Maker = Callable[[], np.ndarray | None]
+TensorMaker = Callable[[], np.ndarray | None]  # see `io.huggingface.export`
 
 
 def all_part_mappings(
-    nodes: Mapping[str, AbstractQuantizedWeight], words: Mapping[str, Axes], mappings: Mapping[str, WeightMapping]
+    weights: Mapping[str, AbstractQuantizedWeight],
+    weight_axes: Mapping[str, Axes],
+    mappings: Mapping[str, WeightMapping],
 ) -> dict[str, WeightMapping]:
-    """Return the mappings of the arrays of weights in few bits, by their paths. Raises ConversionError."""
+    """Return the mappings of the arrays of all quantized weights, by path.
+
+    Raises ConversionError if a weight cannot be written without dequantizing it.
+
+    **Arguments:**
+
+    - `weights`: the quantized weights, by path.
+    - `weight_axes`, `mappings`: axes and mappings of all weights, by path.
+    """
     result: dict[str, WeightMapping] = {}
-    plain = {name for path, mapping in mappings.items() if path not in nodes for name in mapping.names}
-    for path, node in nodes.items():
+    unquantized = {name for path, mapping in mappings.items() if path not in weights for name in mapping.names}
+    for path, weight in weights.items():
         mapping = mappings[path]
-        both = sorted(plain & set(mapping.names))
-        rule = f"shares {both[:1]} with weights that are not in few bits: quantize all of them, or none"
-        check(not both, f"{path} {rule}.", ConversionError)
-        parts = part_mappings(mapping, words[path], node.block, node.scales.shape[node.lead])
+        shared = sorted(unquantized & set(mapping.names))
+        if shared:
+            raise ConversionError(
+                f"{path} is quantized, but the checkpoint stores it in {shared[0]} with a weight that is not. Quantize "
+                "all weights of this tensor, or none."
+            )
+        parts = part_mappings(mapping, weight_axes[path], weight.block, weight.scales.shape[weight.lead])
         if parts is None:
-            raise ConversionError(f"{path}: its scales have no place beside {mapping.names[0]}: {_REMEDY}.")
-        result |= {f"{path}.{part}": parts[part] for part in PARTS if getattr(node, part) is not None}
+            raise ConversionError(
+                f"{path} is quantized in blocks of {weight.block}, which do not fit the layout of {mapping.names[0]} "
+                "in a checkpoint. Call dequantize, or quantize the model without this weight."
+            )
+        result |= {f"{path}.{part}": parts[part] for part in PARTS if getattr(weight, part) is not None}
     return result
 
 
 def quantization_config(
-    family: Family, nodes: Mapping[str, AbstractQuantizedWeight], mappings: Mapping[str, WeightMapping]
+    family: Family, weights: Mapping[str, AbstractQuantizedWeight], mappings: Mapping[str, WeightMapping]
 ) -> dict[str, Any]:
-    """Return the `quantization_config` of a model with weights in few bits. Raises ConversionError."""
-    if all(_is_gpt_oss(node, mappings[path]) for path, node in nodes.items()):
-        plain = _names(_modules(family, mappings, nodes, quantized=False), set())
-        patterns = [name.removeprefix("re:").removesuffix("$") for name in plain]  # all names there are patterns
+    """Return the `quantization_config` of a model. Raises ConversionError if compressed-tensors has no suitable format.
+
+    `weights`: the quantized weights, by path. `mappings`: the mappings of all weights.
+    """
+    unquantized = _modules(family, mappings, weights, quantized=False)
+    if all(_is_gpt_oss(weight, mappings[path]) for path, weight in weights.items()):
+        # Here, transformers interprets all names as regular expressions, without a prefix.
+        patterns = [name.removeprefix("re:").removesuffix("$") for name in _module_patterns(unquantized, set())]
         return {"quant_method": "mxfp4", "modules_to_not_convert": patterns}
-    groups: dict[str, set[str]] = {}
-    for path, node in nodes.items():
-        scheme = json.dumps(_scheme(path, node, mappings[path]))
-        groups.setdefault(scheme, set()).update(_modules(family, {path: mappings[path]}, nodes, quantized=True))
-    others = _modules(family, mappings, nodes, quantized=False)
-    quantized = set().union(*groups.values())
-    described = {
-        f"group_{index}": json.loads(scheme) | {"targets": _names(modules, (quantized | others) - modules)}
-        for index, (scheme, modules) in enumerate(groups.items())
+    modules_by_scheme: dict[str, set[str]] = {}
+    for path, weight in weights.items():
+        scheme = json.dumps(_scheme(path, weight, mappings[path]))
+        modules = _modules(family, {path: mappings[path]}, weights, quantized=True)
+        modules_by_scheme.setdefault(scheme, set()).update(modules)
+    quantized = set().union(*modules_by_scheme.values())
+    groups = {
+        f"group_{index}": json.loads(scheme)
+        | {"targets": _module_patterns(modules, (quantized | unquantized) - modules)}
+        for index, (scheme, modules) in enumerate(modules_by_scheme.items())
     }
-    formats = {group["format"] for group in described.values()}
+    formats = {group["format"] for group in groups.values()}
     return {
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "config_groups": described,
-        "ignore": _names(others, quantized),
+        "config_groups": groups,
+        "ignore": _module_patterns(unquantized, quantized),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
 
 
-def _is_gpt_oss(node: AbstractQuantizedWeight, mapping: WeightMapping) -> bool:
-    """Return whether this is MXFP4 of all experts, which GPT-OSS stores in one tensor."""
-    return node.format == "uint4" and len(mapping.groups) == 3 and _has_powers(node)
+def _is_gpt_oss(weight: AbstractQuantizedWeight, mapping: WeightMapping) -> bool:
+    """Return whether the weight is MXFP4 of all experts, which GPT-OSS stores in one tensor."""
+    return weight.format == "uint4" and len(mapping.groups) == 3 and _has_mx_scales(weight)
 
 
-def _has_powers(node: AbstractQuantizedWeight) -> bool:
-    return bool(node.scales.dtype == jnp.uint8) and node.block == (GROUP, 1) and node.rows % GROUP == 0
+def _has_mx_scales(weight: AbstractQuantizedWeight) -> bool:
+    """Return whether each quantization group of 32 rows has a scale in E8M0."""
+    is_e8m0 = weight.scales.dtype == jnp.uint8
+    return is_e8m0 and weight.block == (MX_GROUP_SIZE, 1) and weight.rows % MX_GROUP_SIZE == 0
 
 
-def _scheme(path: str, node: AbstractQuantizedWeight, mapping: WeightMapping) -> dict[str, Any]:
-    """Describe a weight as in `config_groups` of compressed-tensors. Raises ConversionError."""
-    name, dtype, (rows, columns) = mapping.names[0], node.format, node.block
-    linear = (
-        name.endswith(_WEIGHT) and len(mapping.groups) == 2 and set(mapping.groups[1]) == _contracted(node, mapping)
+def _scheme(path: str, weight: AbstractQuantizedWeight, mapping: WeightMapping) -> dict[str, Any]:
+    """Return a weight's group in `config_groups` of compressed-tensors. Raises ConversionError."""
+    name = mapping.names[0]
+    leading = len(mapping.words) - weight.inner - weight.outer
+    inputs = set(mapping.words[leading : leading + weight.inner])
+    if not name.endswith(_WEIGHT) or len(mapping.groups) != 2 or set(mapping.groups[1]) != inputs:
+        raise ConversionError(
+            f"{path} is quantized, but compressed-tensors stores only linear modules, and {name} is none. Call "
+            "dequantize, or quantize the model without this weight."
+        )
+    rows, columns = weight.block
+    is_float = weight.format.startswith("uint")
+    per_column = weight.scales.shape[weight.lead] == 1 and columns == 1
+    has_e8m0_scales = weight.scales.dtype == jnp.uint8
+    is_supported = (
+        weight.format in _BITS
+        and (_has_mx_scales(weight) if weight.format == "uint4" else not has_e8m0_scales)
+        and (columns == 1 or is_float)
+        and (per_column or columns > 1 or weight.rows % rows == 0)
+        and not (is_float and weight.zeros is not None)
     )
-    check(
-        linear,
-        f"{path}: compressed-tensors has no form for {name}, which is no linear module: {_REMEDY}.",
-        ConversionError,
-    )
-    whole, real = node.scales.shape[node.lead] == 1 and columns == 1, dtype.startswith("uint")
-    powers = (dtype == "uint4") == bool(node.scales.dtype == jnp.uint8) and (dtype != "uint4" or _has_powers(node))
-    known = dtype in _BITS and powers and (columns == 1 or real) and (whole or columns > 1 or node.rows % rows == 0)
-    rule = f"compressed-tensors has no form for {dtype} in blocks of {rows} x {columns}: {_REMEDY}"
-    check(known and not (real and node.zeros is not None), f"{path}: {rule}.", ConversionError)
-    whole_zeros = node.zeros is None or jnp.issubdtype(node.zeros.dtype, jnp.integer)
-    check(
-        whole_zeros, f"{path}: compressed-tensors has no zero points between whole numbers: {_REMEDY}.", ConversionError
-    )
-    weights = {
-        "num_bits": _BITS[dtype],
-        "type": "float" if real else "int",
-        "symmetric": node.zeros is None,
-        "strategy": "channel" if whole else "group" if columns == 1 else "block",
-        "group_size": None if whole or columns > 1 else rows,
+    if not is_supported:
+        raise ConversionError(
+            f"{path}: compressed-tensors has no format for {weight.format} in blocks of {rows} x {columns}. Call "
+            "dequantize, or quantize the model without this weight."
+        )
+    if weight.zeros is not None and not jnp.issubdtype(weight.zeros.dtype, jnp.integer):
+        raise ConversionError(
+            f"{path}: compressed-tensors stores zero points as integers, but this weight has zero points of dtype "
+            f"{weight.zeros.dtype}. Call dequantize, or quantize the model without this weight."
+        )
+    num_bits = _BITS[weight.format]
+    settings = {
+        "num_bits": num_bits,
+        "type": "float" if is_float else "int",
+        "symmetric": weight.zeros is None,
+        "strategy": "channel" if per_column else "group" if columns == 1 else "block",
+        "group_size": None if per_column or columns > 1 else rows,
         "block_structure": [columns, rows] if columns > 1 else None,
         "dynamic": False,
     }
-    form = "pack-quantized" if not real else "float-quantized" if _BITS[dtype] == 8 else "mxfp4-pack-quantized"
-    return {"weights": weights, "input_activations": None, "output_activations": None, "format": form}
-
-
-def _contracted(node: AbstractQuantizedWeight, mapping: WeightMapping) -> set[str]:
-    lead = len(mapping.words) - node.inner - node.outer
-    return set(mapping.words[lead : lead + node.inner])
+    float_format = "float-quantized" if num_bits == 8 else "mxfp4-pack-quantized"
+    file_format = float_format if is_float else "pack-quantized"
+    return {"weights": settings, "input_activations": None, "output_activations": None, "format": file_format}
 
 
 def _modules(
     family: Family,
     mappings: Mapping[str, WeightMapping],
-    nodes: Mapping[str, AbstractQuantizedWeight],
+    weights: Mapping[str, AbstractQuantizedWeight],
     *,
     quantized: bool,
 ) -> set[str]:
-    """Return the modules with a matrix: either with weights in few bits, or all others but the table."""
+    """Return the names of modules with a matrix: of quantized ones, or of all others except the embedding."""
     names = {
         name
         for path, mapping in mappings.items()
-        if (path in nodes) == quantized and len(mapping.groups) == 2 and path != "embedding.table"
+        if (path in weights) == quantized and len(mapping.groups) == 2 and path != "embedding.table"
         for name in mapping.names
         if name.endswith(_WEIGHT)
     }
     return {family.module_name(name).removesuffix(_WEIGHT) for name in names}
 
 
-def _names(modules: Iterable[str], others: set[str]) -> list[str]:
-    """Return patterns of modules with any number of layer and expert; names where others differ only in numbers."""
-    number = re.compile(r"(?<=\.)\d+(?=\.|$)")
-    mixed = {number.sub("#", name) for name in others}
-    patterns = {(key if key not in mixed else name) for name in modules for key in [number.sub("#", name)]}
+def _module_patterns(modules: Iterable[str], others: set[str]) -> list[str]:
+    """Return patterns that match the names `modules`, but not `others`.
+
+    Indices of layers and experts are replaced by `[0-9]+`, unless a name in `others` differs only in the indices.
+    """
+    index = re.compile(r"(?<=\.)\d+(?=\.|$)")
+    patterns_of_others = {index.sub("#", name) for name in others}
+    patterns = set()
+    for name in modules:
+        pattern = index.sub("#", name)
+        patterns.add(name if pattern in patterns_of_others else pattern)
     return sorted(
         f"re:{re.escape(name).replace(re.escape('#'), '[0-9]+')}$" if "#" in name else name for name in patterns
     )
 
 
-def stored_parts(
-    nodes: Mapping[str, AbstractQuantizedWeight], mappings: Mapping[str, WeightMapping], makers: Mapping[str, Maker]
-) -> dict[str, tuple[Maker, int]]:
-    """Return the tensors of a checkpoint for weights in few bits: by name a function that makes each, and its bytes.
+def quantized_tensor_makers(
+    weights: Mapping[str, AbstractQuantizedWeight],
+    mappings: Mapping[str, WeightMapping],
+    makers: Mapping[str, TensorMaker],
+) -> dict[str, tuple[TensorMaker, int]]:
+    """Return the tensors of quantized weights: by name, a function that makes the tensor, and its size in bytes.
 
-    `makers` make the parts of tensors (`part_name`).
+    `makers`: functions that make values, scales and zero points, by `part_name`.
     """
-    tensors: dict[str, tuple[Maker, int]] = {}
-    for path, node in nodes.items():
+    tensors: dict[str, tuple[TensorMaker, int]] = {}
+    for path, weight in weights.items():
         mapping = mappings[path]
         for name in mapping.names:
-            parts = {part: makers[part_name(name, part)] for part in PARTS if getattr(node, part) is not None}
-            tensors |= (
-                _gpt_oss(name, parts, mapping) if _is_gpt_oss(node, mapping) else _linear(name, parts, node, mapping)
-            )
+            parts = {part: makers[part_name(name, part)] for part in PARTS if getattr(weight, part) is not None}
+            if _is_gpt_oss(weight, mapping):
+                tensors |= _gpt_oss_tensors(name, parts, mapping)
+            else:
+                tensors |= _linear_tensors(name, parts, weight, mapping)
     return tensors
 
 
-def _linear(
-    name: str, parts: Mapping[str, Maker], node: AbstractQuantizedWeight, mapping: WeightMapping
-) -> dict[str, tuple[Maker, int]]:
-    dtype, bits = node.format, _BITS[node.format]
+def _linear_tensors(
+    name: str, parts: Mapping[str, TensorMaker], weight: AbstractQuantizedWeight, mapping: WeightMapping
+) -> dict[str, tuple[TensorMaker, int]]:
+    bits = _BITS[weight.format]
     rows, columns = mapping.shape
     size = rows * columns * bits // 8
-    scales = _then(parts["scales"], _plain), rows * max(1, columns // node.block[0]) * 4
-    if dtype == "uint8":
-        return {name: (_then(parts["values"], lambda x: x.view(jnp.float8_e4m3fn)), size), f"{name}_scale": scales}
-    if dtype == "uint4":
-        return {f"{name}_packed": (_then(parts["values"], _halves), size), f"{name}_scale": scales}
+    scale_bytes = rows * max(1, columns // weight.block[0]) * 4
+    values = parts["values"]
+    scales = {f"{name}_scale": (_mapped(parts["scales"], np.ascontiguousarray), scale_bytes)}
+    if weight.format == "uint8":
+        return {name: (_mapped(values, lambda x: x.view(jnp.float8_e4m3fn)), size)} | scales
+    if weight.format == "uint4":
+        return {f"{name}_packed": (_mapped(values, _pack_nibbles), size)} | scales
     tensors = {
-        f"{name}_packed": (_then(parts["values"], lambda x: pack(x, bits)), size),
-        f"{name}_scale": scales,
-        f"{name}_shape": (_then(parts["values"], lambda x: np.array(x.shape, np.int64)), 16),
+        f"{name}_packed": (_mapped(values, lambda x: pack(x, bits)), size),
+        f"{name}_shape": (_mapped(values, lambda x: np.array(x.shape, np.int64)), 16),
     }
-    if node.zeros is not None:
-        packed = _then(parts["zeros"], lambda x: np.ascontiguousarray(pack(x.T, bits).T))
-        tensors[f"{name}_zero_point"] = packed, scales[1] * bits // 32
-    return tensors
+    if weight.zeros is not None:
+        packed_zeros = _mapped(parts["zeros"], lambda x: np.ascontiguousarray(pack(x.T, bits).T))
+        tensors[f"{name}_zero_point"] = packed_zeros, scale_bytes * bits // 32
+    return tensors | scales
 
 
-def _gpt_oss(name: str, parts: Mapping[str, Maker], mapping: WeightMapping) -> dict[str, tuple[Maker, int]]:
+def _gpt_oss_tensors(
+    name: str, parts: Mapping[str, TensorMaker], mapping: WeightMapping
+) -> dict[str, tuple[TensorMaker, int]]:
     size = math.prod(mapping.shape) // 2
 
     def blocks(x: np.ndarray) -> np.ndarray:
-        octets = _halves(x.swapaxes(-1, -2))
-        return octets.reshape(*octets.shape[:-1], -1, GROUP // 2)
+        octets = _pack_nibbles(x.swapaxes(-1, -2))
+        return octets.reshape(*octets.shape[:-1], -1, MX_GROUP_SIZE // 2)
 
-    scales = _then(parts["scales"], lambda x: _plain(x.swapaxes(-1, -2)))
-    return {f"{name}_blocks": (_then(parts["values"], blocks), size), f"{name}_scales": (scales, 2 * size // GROUP)}
+    scales = _mapped(parts["scales"], lambda x: np.ascontiguousarray(x.swapaxes(-1, -2)))
+    return {
+        f"{name}_blocks": (_mapped(parts["values"], blocks), size),
+        f"{name}_scales": (scales, 2 * size // MX_GROUP_SIZE),
+    }
 
 
-def _then(make: Maker, change: Callable[[np.ndarray], np.ndarray]) -> Maker:
-    """Return a function that applies `change` to the result of `make`, unless it is None."""
+def _mapped(make: TensorMaker, function: Callable[[np.ndarray], np.ndarray]) -> TensorMaker:
+    """Return a function that applies `function` to the result of `make`, unless it is None."""
 
     def run() -> np.ndarray | None:
         result = make()
-        return None if result is None else change(result)
+        return None if result is None else function(result)
 
     return run
 
 
-def _plain(x: np.ndarray) -> np.ndarray:
-    """Return scales as they are stored; powers of two are bytes."""
-    return np.ascontiguousarray(x)
-
-
-def _halves(x: np.ndarray) -> np.ndarray:
-    """Pack numbers of four bits, two in a byte along the last dimension, the first in the low half."""
+def _pack_nibbles(x: np.ndarray) -> np.ndarray:
+    """Pack 4-bit values, two per byte along the last dimension, the first in the lower four bits."""
     bits = np.ascontiguousarray(x).astype(np.uint8)
     return bits[..., 0::2] | bits[..., 1::2] << 4
 
 
 def pack(x: np.ndarray, bits: int) -> np.ndarray:
-    """Pack signed numbers of 4 or 8 bits into int32 along the last dimension, the first in the lowest bits."""
+    """Pack signed integers of 4 or 8 bits into int32 along the last dimension, the first in the lowest bits."""
     shifted = x.astype(np.int16) + 2 ** (bits - 1)
-    inside = not x.size or bool(shifted.min() >= 0 and shifted.max() < 2**bits)
-    rule = f"save_hf: zero points outside of {bits} bits have no form in compressed-tensors: {_REMEDY}"
-    check(inside, f"{rule}.", ConversionError)
+    if x.size and (shifted.min() < 0 or shifted.max() >= 2**bits):
+        raise ConversionError(
+            f"save_hf: compressed-tensors stores zero points in {bits} bits, but the model has zero points from "
+            f"{x.min()} to {x.max()}. Call dequantize, or quantize the model without these weights."
+        )
     octets = shifted.astype(np.uint8)
     missing = -octets.shape[-1] % (32 // bits)
     octets = np.pad(octets, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
