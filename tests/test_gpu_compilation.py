@@ -26,7 +26,7 @@ from eqx_decoders.planning.step_plan import attention_kernels
 from eqx_decoders.planning.traced_memory import abstract_batch
 from eqx_decoders.serving.engine import programs
 from eqx_decoders.serving.engine.engine_weights import Models
-from eqx_decoders.serving.engine.sampler import SAMPLING_FORMS, SamplingBatch
+from eqx_decoders.serving.engine.sampler import SAMPLING_VARIANTS, SamplingBatch
 from eqx_decoders.sharding.offload import Offload
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
@@ -250,8 +250,8 @@ def test_nothing_in_a_step_of_the_engine_waits_for_the_host(devices):
     inputs = like(rows), like(rows, 1), like(rows, 1), like(rows)
     lowered = [jax.jit(forward, donate_argnums=(1, 2)).lower(arrays, cache, like(rows, length), *inputs)]
     batch, logits = SamplingBatch.greedy(rows, -(-vocab // 32), 0), like(rows, vocab, dtype=jnp.float32)
-    for form in SAMPLING_FORMS:
-        sample = functools.partial(programs.sample, num_top=0, form=form)
+    for variant in SAMPLING_VARIANTS:
+        sample = functools.partial(programs.sample, num_top=0, variant=variant)
         lowered.append(
             jax.jit(sample, donate_argnums=0).lower(like(rows, length), like(rows), like(rows), logits, batch)
         )

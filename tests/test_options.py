@@ -753,7 +753,7 @@ DATA = {
     "DequantizedTensor", "ExpandedTensor",
     "SequenceState", "StepResults", "TextFrontend", "Delta", "RunnerConfig", "HttpRequest",
     "Run", "RunDirectory", "AtLeast", "InRange", "Backend", "ProductPlan", "Operation", "OneOf", "NonEmpty",
-    "EvaluationPlan", "HarnessScores", "TaskEvaluator", "LoadedTask", "TaskScores", "TextScores", "TextSet",
+    "EvaluationPlan", "LMEvalScores", "TaskEvaluator", "LoadedTask", "TaskScores", "TextScores", "TextSet",
     "ToolCallFormat",
     "SharedPrompt", "PendingResponse", "TokenScore", "RequestOutput", "RequestQueue", "MethodStart", "Critic",
 }  # fmt: skip

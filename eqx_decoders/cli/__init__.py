@@ -17,17 +17,17 @@ from eqx_decoders.io.status import showing
 
 
 PROGRAMS = {
-    "train": "train a decoder on text",
-    "generate": "let a model write",
-    "serve": "serve a model over HTTP, as OpenAI's API does",
-    "evaluate": "measure models on tasks and texts, or two of them side by side",
-    "convert": "between Hugging Face directories and run directories",
-    "plan": "what a step will need of TPUs and GPUs that are not here",
+    "train": "train a decoder",
+    "generate": "generate text",
+    "serve": "serve a model with an OpenAI-compatible HTTP API",
+    "evaluate": "evaluate a model on tasks and texts, or compare two models",
+    "convert": "convert between Hugging Face, GGUF and run directories",
+    "plan": "plan memory, communication and time of a step on TPUs or GPUs",
 }
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the program that the first argument names with the others; return the exit code."""
+    """Run the program named by the first argument with the remaining arguments; return the exit code."""
 
     def start(name: str) -> Callable[[list[str], str], int]:
         return lambda args, prog: import_program(name)(args, prog=prog)
@@ -36,10 +36,10 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def import_program(name: str) -> Callable[..., int]:
-    """Import a program for a process that runs nothing else; return its `main`.
+    """Import a program for a process that runs only this program, and return its `main`.
 
-    Python's collector would look through what the imports make again and again, a fifth of their time, and later
-    through all of it whenever it looks for cycles. What is imported stays, so it is told to leave it alone.
+    Python's garbage collector is disabled during the imports, where it would take a fifth of the time, and then ignores
+    the imported objects (`gc.freeze`), which are never deleted.
     """
     gc.disable()
     try:
@@ -55,28 +55,29 @@ def run_command(
     prog: str,
     about: str = "",
 ) -> int:
-    """Run the command that the first argument names; print the commands, each with its text, if it names none.
+    """Run the command named by the first argument. Without a known command, print the list of commands.
 
-    about: text for the help, before the commands.
+    `commands`: description and function of each command. `about`: help text before the list.
     """
     name, *rest = [*(sys.argv[1:] if args is None else args), ""]
     if name in commands:
         return commands[name][1](rest[:-1], f"{prog} {name}")
     help_wanted = name in ("-h", "--help")
-    lines = [] if help_wanted or not name else [f"{name!r} is no command.", ""]
+    lines = [] if help_wanted or not name else [f"unknown command: {name!r}", ""]
     lines += [f"usage: {prog} {{{','.join(commands)}}} [OPTIONS]", ""]
     lines += [about, ""] if help_wanted and about else []
     lines += [f"  {command:10}{text}" for command, (text, _) in commands.items()]
-    lines += ["", f"{prog} {next(iter(commands))} --help explains the options of {next(iter(commands))}, and so on."]
+    lines += ["", f"Options of a command: {prog} COMMAND --help"]
     print("\n".join(lines), file=sys.stdout if help_wanted else sys.stderr)
     return 0 if help_wanted else 2
 
 
 def program(flags: Callable[[], Mapping[str, str]]) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Decorate a program so that it prints this library's errors as one line and returns their exit codes.
+    """Return a decorator for the `main` function of a program.
 
-    It returns those of signals, too, and shows a status where work takes longer than two seconds. Families of
-    `--plugin` are registered first. `flags` gives the flag of every setting (see `in_flags`).
+    The decorated function prints errors of this library as one line and returns their exit codes, handles signals,
+    shows a status line for work that takes longer than two seconds, and loads plugins (`--plugin`). `flags` returns
+    the flag of each setting (see `in_flags`).
     """
 
     def decorate(main: Callable[..., int]) -> Callable[..., int]:
@@ -97,23 +98,24 @@ def program(flags: Callable[[], Mapping[str, str]]) -> Callable[[Callable[..., i
 
 
 def in_flags(text: str, flags: Mapping[str, str]) -> str:
-    """Replace settings in a sentence by their flags: `DataConfig.seq_len=1` is `--seq-len=1`.
+    """Replace the names of settings in an error message by their flags: `DataConfig.seq_len=1` becomes `--seq-len=1`.
 
-    `flags` has them by name: `seq_len`, and those with a dot by `mesh.fsdp` or by their class. A name that could be a
-    word of the sentence counts where a value follows.
+    `flags`: flags by the name of the setting, such as `seq_len`, `mesh.fsdp` or `DataConfig.seq_len`. A name without a
+    dot or underscore, which could be an ordinary word, is replaced only if `=` follows.
     """
 
     def pattern(name: str) -> str:
         return re.escape(name) + ("" if re.search(r"[._]", name) else "(?==)")
 
     names = "|".join(map(pattern, sorted(flags, key=len, reverse=True)))
-    free = rf"(?<![\w./'\"-])(?:{names})(?![\w/'\"-]|\.\w)"  # not a part of a path, of a quotation or of another name
-    named = re.sub(free, lambda found: flags[found[0]], text)
-    return re.sub(r"(--[\w.-]+) \(\1\)", r"\1", named)  # where a sentence for all has both, flag and field
+    # not part of a path, a quotation or another name
+    standalone = rf"(?<![\w./'\"-])(?:{names})(?![\w/'\"-]|\.\w)"
+    replaced = re.sub(standalone, lambda match: flags[match[0]], text)
+    return re.sub(r"(--[\w.-]+) \(\1\)", r"\1", replaced)  # messages that name both flag and field
 
 
 def require(*packages: str) -> None:
-    """Raise MissingPackage for the first package of the extra "train" that is not installed."""
+    """Raise MissingPackage if a package of the extra "train" is not installed."""
     for package in packages:
         if find_spec(package) is None:
             raise missing_package(package, "train")

@@ -58,54 +58,57 @@ DIFFERENT = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Import(Devices):
-    """Import a Hugging Face directory as a run directory: weights as checkpoint of step 0, description, tokenizer."""
+    """Import a Hugging Face directory as a run directory, with its weights as the checkpoint of step 0."""
 
     source: str
     """Directory with config.json and safetensors files, or "org/name" on huggingface.co."""
     run_dir: str
-    """A new run directory."""
+    """Run directory to be created."""
 
     def __post_init__(self):
         super().__post_init__()
         expand_paths(self, "source", "run_dir")
 
     def __call__(self) -> int:
-        require("filelock")  # now, not when the weights are loaded
-        given, writes = Path(self.source), jax.process_index() == 0
-        init_from = str(given.resolve()) if given.exists() else self.source
+        require("filelock")  # fail before the weights are loaded
+        source, writes = Path(self.source), jax.process_index() == 0
+        init_from = str(source.resolve()) if source.exists() else self.source
         run = RunDirectory(TrainConfig(run_dir=self.run_dir, init_from=init_from))
-        parts = run.has_settings, run.source_dir.exists(), Path(run.checkpoint_directory).exists()
-        used = from_first("used", any(parts))
-        check(not used, f"{run.path} is a run directory already: choose another one.", CheckpointError)
+        is_run = run.has_settings or run.source_dir.exists() or Path(run.checkpoint_directory).exists()
+        check(
+            not from_first("is_run", is_run),
+            f"run_dir={self.run_dir!r} already contains a run: choose another directory.",
+            CheckpointError,
+        )
         check_run_dir(run.path) if writes else None
         model = load_hf(resolve(self.source).path, layout=self.layout())
         with RunLock(run.path) if writes else contextlib.nullcontext():
             if writes:
                 write_source(model, run.source_dir)
-                run.save_settings()  # a run there goes on with this model in any case
+                run.save_settings()  # training in this directory continues with this model
             with Checkpoints(run.checkpoint_directory) as checkpoints:
                 checkpoints.save(0, {"model": model}, data_state={}, config=settings_json(run.settings))
             if writes:
-                print(f"{count_parameters(model.config):,} weights of {self.source} are step 0 of {run.path}")
+                print(f"imported {self.source} ({count_parameters(model.config):,} parameters) as step 0 of {run.path}")
         return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Export(Devices):
-    """Export the weights of a run, adapters merged, and its tokenizer for from_pretrained and load_hf."""
+    """Export the model (with merged adapters) and the tokenizer of a run for from_pretrained and load_hf."""
 
     run_dir: str
-    """Run directory of scripts/train.py, or gs://…: the checkpoint directory of a run."""
+    """Run directory of scripts/train.py, or the checkpoint directory of a run, such as gs://…"""
     directory: str
-    """A new directory."""
+    """Directory to be created."""
     step: NonNegativeInt | None = None
-    """Checkpoint to export; None: the newest."""
+    """Step of the checkpoint. None: the newest."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the tensors; None: that of the run's weights."""
+    """Dtype of the tensors. None: the dtype of the run's weights."""
     ema: bool = True
-    """Where the run keeps running means of its weights, export these; otherwise the weights themselves."""
+    """Export the exponential moving average of the weights, if the run has one."""
     shard_gb: PositiveFloat = 5.0
-    """Size of a file at most."""
+    """Maximum size of a file in GB."""
 
     def __call__(self) -> int:
         run = RunDirectory.open(self.run_dir)
@@ -113,20 +116,20 @@ class Export(Devices):
         model = load_run(run.path, self.step, ema=self.ema, layout=self.layout())
         export_run(model, run, self.directory, dtype=self.dtype, shard_bytes=max(1, int(self.shard_gb * 1e9)))
         if jax.process_index() == 0:
-            print(f"{count_parameters(model.config):,} weights of {self.run_dir} are in {self.directory}")
+            print(f"exported {self.run_dir} ({count_parameters(model.config):,} parameters) to {self.directory}")
         return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToGGUF(Devices):
-    """Write the model and the tokenizer of a directory as a GGUF file, which llama.cpp opens."""
+    """Write a model and its tokenizer as a GGUF file for llama.cpp."""
 
     source: str
     """Directory with config.json and safetensors files, "org/name" on huggingface.co, or another GGUF file."""
     file: str
-    """A new file."""
+    """File to be created."""
     dtype: Literal["f32", "f16", "bf16", "q8_0"] = "f16"
-    """Type of matrices; vectors are in float32."""
+    """GGUF type of matrices. Vectors are in float32."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -136,16 +139,16 @@ class ToGGUF(Devices):
         model = load_hf(self.source, dtype=None, layout=self.layout())
         save_gguf(model, self.file, dtype=self.dtype)
         if jax.process_index() == 0:
-            print(f"{count_parameters(model.config):,} weights of {self.source} are in {self.file}")
+            print(f"wrote {self.source} ({count_parameters(model.config):,} parameters) to {self.file}")
         return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verify(CheckedFields):
-    """Check that a Hugging Face directory or a GGUF file is read as it is meant.
+    """Check that this library reads a Hugging Face directory or GGUF file correctly.
 
-    Where transformers and torch are installed its logits are compared with theirs on random ids; elsewhere the tensors
-    of the loaded model, exported again, are compared with those in the files, bit by bit. Exits with 1 if they differ.
+    If transformers and torch are installed, compares logits of random token ids with transformers. Otherwise, loads and
+    exports the model again, and compares the tensors bit by bit. The exit code is 1 if there are differences.
     """
 
     checked_name = ""
@@ -153,15 +156,15 @@ class Verify(CheckedFields):
     directory: str
     """Directory with config.json and safetensors files, GGUF file, or "org/name" on huggingface.co."""
     against: str | None = None
-    """Compare with this other directory or file instead: settings, tensors by name, and logits."""
+    """Second directory or file. If set, settings, tensors and logits of both are compared with each other."""
     tolerance: NonNegativeFloat = 1e-3
-    """Largest difference of logits."""
+    """Maximum allowed difference of logits."""
     rows: PositiveInt = 2
-    """Sequences of random ids."""
+    """Number of random sequences."""
     length: PositiveInt = 32
-    """Ids of a sequence."""
+    """Length of the random sequences in tokens."""
     seed: int = 0
-    """Seed of the ids."""
+    """Seed of the random sequences."""
     mesh: MeshConfig = ONE_DEVICE
 
     def __call__(self) -> int:
@@ -171,29 +174,29 @@ class Verify(CheckedFields):
         return self._transformers(folder) if verify.has_transformers() else self._tensors(folder)
 
     def _transformers(self, folder: Path) -> int:
-        print(f"{folder} here and in transformers:")
+        print(f"{folder}, compared with transformers:")
         ids = self._ids(folder)
-        ours = self._logits(folder, ids)  # first: what our reader refuses is not shown to another
+        ours = self._logits(folder, ids)  # first, so that files that are refused are not opened with transformers
         return self._judge(verify.compare_logits(ours, verify.transformers_logits(folder, ids)))
 
     def _tensors(self, folder: Path) -> int:
-        print(f"{folder}: transformers is not installed, so its tensors are compared, not its logits:")
+        print(f"{folder}: transformers is not installed, so tensors are compared instead of logits:")
         count, different = verify.compare_tensors(folder, layout_of(self.mesh))
         if different:
-            print(f"different: {len(different)} of {count} tensors change when loaded and exported: {_some(different)}")
+            print(f"different: {len(different)} of {count} tensors change after load and export: {_first(different)}")
             return DIFFERENT
-        print(f"the same: all {count} tensors, loaded and exported again, have the bits of the files")
+        print(f"the same: all {count} tensors are bit-identical after load and export")
         return 0
 
-    def _directories(self, one: Path, other: Path) -> int:
-        print(f"{one} and {other}:")
-        wrong, values = verify.compare_directories(one, other)
-        print(f"values: {len(values)} tensors differ{': ' if values else ''}{_some(values)}")
-        if wrong:
-            print(f"different: {_some(wrong)}")
+    def _directories(self, first: Path, second: Path) -> int:
+        print(f"{first}, compared with {second}:")
+        structure, values = verify.compare_directories(first, second)
+        print(f"values: {len(values)} tensors differ{': ' if values else ''}{_first(values)}")
+        if structure:
+            print(f"different: {_first(structure)}")
             return DIFFERENT
-        ids = self._ids(one)
-        return self._judge(verify.compare_logits(*(self._logits(folder, ids) for folder in (one, other))))
+        ids = self._ids(first)
+        return self._judge(verify.compare_logits(self._logits(first, ids), self._logits(second, ids)))
 
     def _logits(self, folder: Path, ids: Int[np.ndarray, "rows length"]) -> Float[np.ndarray, "rows length vocab"]:
         return verify.model_logits(load_hf(folder, layout=layout_of(self.mesh)), ids)
@@ -203,14 +206,15 @@ class Verify(CheckedFields):
 
     def _judge(self, difference: verify.Difference) -> int:
         print(difference)
-        largest, good = difference.maximum, difference.maximum <= self.tolerance
-        print(f"{'the same' if good else 'different'}: {largest:.3g} with a tolerance of {self.tolerance:.3g}")
-        return 0 if good else DIFFERENT
+        is_same = difference.maximum <= self.tolerance
+        result = "the same" if is_same else "different"
+        print(f"{result}: maximum difference {difference.maximum:.3g}, tolerance {self.tolerance:.3g}")
+        return 0 if is_same else DIFFERENT
 
 
-def _some(lines: list[str], most: int = 10) -> str:
-    more = f"; and {len(lines) - most} more" if len(lines) > most else ""
-    return "; ".join(lines[:most]) + more
+def _first(lines: list[str], count: int = 10) -> str:
+    rest = f"; and {len(lines) - count} more" if len(lines) > count else ""
+    return "; ".join(lines[:count]) + rest
 
 
 COMMANDS = {
@@ -226,7 +230,7 @@ COMMANDS = {
     lambda: flag_names(Import) | flag_names(Export) | flag_names(ToGGUF) | flag_names(Verify) | flag_names(Compare)
 )
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Convert as the command line says; return the exit code."""
+    """Run the program with command line arguments; return the exit code."""
     require("tyro")
     commands = {
         name: (str(inspect.getdoc(default)).partition("\n")[0], functools.partial(_run, default, arguments))

@@ -24,10 +24,10 @@ from eqx_decoders.core.malloc import keep_memory
 from eqx_decoders.errors import AtLeast, NonNegativeInt, PositiveInt, check
 from eqx_decoders.evaluation.engine_requests import Progress
 from eqx_decoders.evaluation.lm_eval_model import make_lm
-from eqx_decoders.evaluation.lm_eval_tasks import PREFIX, HarnessSettings, find_tasks, run_tasks, task_names
+from eqx_decoders.evaluation.lm_eval_tasks import PREFIX, LMEvalSettings, find_tasks, run_tasks, task_names
 from eqx_decoders.evaluation.score_tables import Scores, compare, describe
 from eqx_decoders.evaluation.task import LoadedTask, load_task
-from eqx_decoders.evaluation.task_run import AnswerSettings, default_chunk, evaluate_task, make_engine
+from eqx_decoders.evaluation.task_run import AnswerSettings, default_prefill_chunk, evaluate_task, make_engine
 from eqx_decoders.evaluation.task_scores import TaskScores
 from eqx_decoders.evaluation.text_sets import TextSet, evaluate_texts, load_text_set
 from eqx_decoders.inference.text_model import TextModel
@@ -88,16 +88,24 @@ class EvaluateConfig(ModelSource, AnswerSettings, EngineLimits):
         expand_paths(self, "output", "include_path")
         check(not self.distributed, "distributed=True is not for evaluations: one process has all its devices.")
         check(bool(self.tasks or self.text), "tasks=() and text=() leave nothing to evaluate: give one of them.")
-        harness = any(spec.startswith(PREFIX) for spec in self.tasks)
+        has_lm_eval_tasks = any(spec.startswith(PREFIX) for spec in self.tasks)
         for name, default in (("lm_eval_chat", False), ("fewshot", None), ("include_path", None)):
             value = getattr(self, name)
-            check(value == default or harness, f"{name}={value!r} is of tasks={PREFIX}…: leave it out.")
-        read = self.text_context == 1 or bool(self.text)
-        check(read, f"text_context={self.text_context} is of text: leave it out.")
-        check(self.step is None or self.against is None, "step and against exclude each other: leave one out.")
+            check(
+                value == default or has_lm_eval_tasks,
+                f"{name}={value!r} applies only to lm-eval tasks, tasks={PREFIX}NAME: leave it out.",
+            )
+        check(
+            self.text_context == 1 or bool(self.text),
+            f"text_context={self.text_context} applies only to text: leave it out, or set text.",
+        )
+        check(
+            self.step is None or self.against is None,
+            f"step={self.step} and against={self.against!r} exclude each other: leave one out.",
+        )
 
     def sources(self) -> list[ModelSource]:
-        """Return the models: that of `model` or of `run_dir`, and that of `against`."""
+        """Return the sources of the model and, with `against`, of the second model."""
         models = [self.model] + ([] if self.against is None else [self.against])
         return [_source(self, model) for model in models]
 
@@ -108,18 +116,23 @@ class EvaluateConfig(ModelSource, AnswerSettings, EngineLimits):
         return [first] if self.against is None else [first, self.against]
 
     @property
-    def reported(self) -> tuple[int, ...]:
-        """Numbers k of pass@k in tables; of one answer it is the score."""
-        return self.ks if self.samples > 1 or self.pass_at else ()
+    def table_ks(self) -> tuple[int, ...]:
+        """Values k of pass@k in tables. For a single sample, pass@1 is the score and is left out."""
+        return self.reported_ks if self.samples > 1 or self.pass_at else ()
 
-    def harness(self) -> HarnessSettings:
-        """Return the settings of lm-eval."""
-        options: dict[str, Any] = dict(include_path=self.include_path, limit=self.limit, seed=self.seed)
-        return HarnessSettings(num_fewshot=self.fewshot, chat=self.lm_eval_chat, **options)
+    def lm_eval_settings(self) -> LMEvalSettings:
+        """Return the settings of lm-eval tasks."""
+        return LMEvalSettings(
+            num_fewshot=self.fewshot,
+            chat=self.lm_eval_chat,
+            include_path=self.include_path,
+            limit=self.limit,
+            seed=self.seed,
+        )
 
 
 def _source(config: EvaluateConfig, model: str | None) -> ModelSource:
-    """Return a model as `ModelSource` names it: a run is no `model` there."""
+    """Return the source of a model. `--model` of this program can also be a run directory."""
     fields: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(ModelSource)}
     is_run = model is not None and (Path(model).expanduser() / "settings.json").is_file()
     if is_run:
@@ -131,17 +144,17 @@ def _source(config: EvaluateConfig, model: str | None) -> ModelSource:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationPlan:
-    """What is measured, loaded before any model is: mistakes in it take no time."""
+    """Loaded tasks and texts. They are loaded before the models, so that errors in them are found first."""
 
     tasks: Sequence[LoadedTask]
     texts: Sequence[TextSet]
-    harness: Sequence[str]
+    lm_eval_tasks: Sequence[str]
     manager: Any
 
 
 @program(lambda: flag_names(EvaluateConfig) | {"text": "--text"})
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Evaluate as the command line says; return the exit code."""
+    """Run the program with command line arguments; return the exit code."""
     require("tyro")
     config = parse(args, prog)
     keep_memory()
@@ -149,7 +162,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     plan, sources, results = prepare(config), config.sources(), []
     for source in sources:
         if source.model is not None:
-            resolve(source.model)  # a name that does not exist is an error before the other model is measured
+            resolve(source.model)  # report a missing model before the first model is evaluated
     for number, source in enumerate(sources):
         results.append(evaluate_model(config, source, plan))
         report(config, results[-1], number)
@@ -162,7 +175,7 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> Evaluat
     titles = {EvaluateConfig: "what", AnswerSettings: "answers", EngineLimits: "engine"}
     titles |= {ModelSource: "model", Devices: "devices"}
     default = EvaluateConfig.__new__(EvaluateConfig)
-    for field in dataclasses.fields(EvaluateConfig):  # defaults alone have nothing to evaluate
+    for field in dataclasses.fields(EvaluateConfig):  # the constructor would reject defaults without tasks and texts
         object.__setattr__(default, field.name, field.default)
     return parse_flags(default, titles=titles, first=BASIC, args=args, prog=prog, description=__doc__)
 
@@ -170,19 +183,23 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> Evaluat
 def prepare(config: EvaluateConfig) -> EvaluationPlan:
     """Load tasks and texts."""
     specs = [spec for spec in config.tasks if not spec.startswith(PREFIX)]
-    harness = task_names(config.tasks)
+    lm_eval_tasks = task_names(config.tasks)
     tasks = [load_task(spec, config.limit) for spec in specs]
     if not config.chat:
-        tasks = [dataclasses.replace(each, task=dataclasses.replace(each.task, chat=False)) for each in tasks]
+        tasks = [dataclasses.replace(loaded, task=dataclasses.replace(loaded.task, chat=False)) for loaded in tasks]
     texts = [load_text_set(spec, config.text_field) for spec in config.text]
-    names = [each.name for each in (*tasks, *texts)]
-    check(len(set(names)) == len(names), f"tasks and text have {', '.join(names)}: give each name once.")
-    manager = find_tasks(harness, config.harness()) if harness else None
-    return EvaluationPlan(tasks=tasks, texts=texts, harness=harness, manager=manager)
+    names = [*(task.name for task in tasks), *(text_set.name for text_set in texts)]
+    check(
+        len(set(names)) == len(names),
+        f"tasks and text have the names {', '.join(names)}: each name must be used once, because results are stored by "
+        f"name.",
+    )
+    manager = find_tasks(lm_eval_tasks, config.lm_eval_settings()) if lm_eval_tasks else None
+    return EvaluationPlan(tasks=tasks, texts=texts, lm_eval_tasks=lm_eval_tasks, manager=manager)
 
 
 def evaluate_model(config: EvaluateConfig, source: ModelSource, plan: EvaluationPlan) -> list[Scores]:
-    """Load a model, and measure it on everything."""
+    """Load a model, and evaluate it on all tasks and texts."""
     text = source.load()
     text = dataclasses.replace(text, model=unstack_in_place(text.model))
     text = text if config.special_tokens_in_content else text.with_special_tokens_as_text()
@@ -196,20 +213,20 @@ def evaluate_model(config: EvaluateConfig, source: ModelSource, plan: Evaluation
     for texts in plan.texts:
         with counting(f"text {texts.name}") as progress:
             results.append(evaluate_texts(text.tokenizer, engine, texts, config.text_context, progress))
-    if plan.harness:
+    if plan.lm_eval_tasks:
         with counting("lm-eval") as progress:
             name = source.model or source.run_dir or ""
             lm = make_lm(text, engine, name=name, seed=config.seed, progress=progress)
-            results += run_tasks(lm, plan.harness, config.harness(), plan.manager)
+            results += run_tasks(lm, plan.lm_eval_tasks, config.lm_eval_settings(), plan.manager)
     engine.close()
     return results
 
 
 def limits(config: EvaluateConfig, text: TextModel) -> EngineLimits:
-    """Return the limits of the engine, for a model that was trained on texts of some length."""
+    """Return the limits of the engine, with defaults that depend on the model."""
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(EngineLimits)}
     if config.prefill_chunk is None:
-        fields["prefill_chunk"] = default_chunk(text)
+        fields["prefill_chunk"] = default_prefill_chunk(text)
     if config.max_length is None:
         fields["max_length"] = min(MAX_LENGTH, text.model.trained_positions or MAX_LENGTH)
     return EngineLimits(**fields)
@@ -217,7 +234,7 @@ def limits(config: EvaluateConfig, text: TextModel) -> EngineLimits:
 
 @contextlib.contextmanager
 def counting(what: str, total: int | None = None) -> Iterator[Progress]:
-    """Show how many requests have ended."""
+    """Show the number of finished requests in the status line."""
     done = 0
     with StatusLine(what) as status:
 
@@ -230,35 +247,38 @@ def counting(what: str, total: int | None = None) -> Iterator[Progress]:
 
 
 def report(config: EvaluateConfig, scores: Sequence[Scores], number: int) -> None:
-    """Print the tables of a model, the first or the second one, and write its answers."""
-    folder, drawn = Path(config.output), f"temperature {config.drawn_at:g}, seed {config.seed}"
+    """Print the tables of a model, and write its completions. `number`: 0 for the first model, 1 for the second one."""
+    folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)
-    answers = f"{config.samples} {'answer' if config.samples == 1 else 'answers'} to each prompt"
-    print(f"{config.names[number]}: {answers}, {drawn if config.drawn_at else 'greedy'}\n")
-    print("\n".join(describe(scores, config.reported)), flush=True)
-    for each in scores:
-        if isinstance(each, TaskScores):
-            each.write(folder / f"{each.name}{'.against' * number}.jsonl")
+    completions = "1 completion" if config.samples == 1 else f"{config.samples} completions"
+    sampling = "greedy"
+    if config.sampling_temperature > 0:
+        sampling = f"temperature {config.sampling_temperature:g}, seed {config.seed}"
+    print(f"{config.names[number]}: {completions} per prompt, {sampling}\n")
+    print("\n".join(describe(scores, config.table_ks)), flush=True)
+    for task in scores:
+        if isinstance(task, TaskScores):
+            task.write(folder / (f"{task.name}.jsonl" if number == 0 else f"{task.name}.against.jsonl"))
 
 
 def finish(config: EvaluateConfig, results: Sequence[Sequence[Scores]]) -> None:
-    """Print the table of two models, and write all numbers."""
+    """Print the comparison of two models, and write all metrics to results.json."""
     if len(results) == 2:
         print("\n".join(compare(results[0], results[1], (config.names[0], config.names[1]))) + "\n")
     figures = {
         name: {
-            each.name: each.figures(config.reported) if isinstance(each, TaskScores) else each.figures()
-            for each in scores
+            scores.name: scores.figures(config.table_ks) if isinstance(scores, TaskScores) else scores.figures()
+            for scores in model_results
         }
-        for name, scores in zip(config.names, results, strict=True)
+        for name, model_results in zip(config.names, results, strict=True)
     }
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(AnswerSettings)}
     write_json(Path(config.output) / "results.json", _without_nan({"settings": settings, "models": figures}))
-    print(f"results and answers are in {config.output}", file=sys.stderr)
+    print(f"results and completions are in {config.output}", file=sys.stderr)
 
 
 def _without_nan(value: Any) -> Any:
-    """Return a value with None for numbers that JSON does not have."""
+    """Replace NaN and infinities, which JSON does not have, by None."""
     if isinstance(value, dict):
-        return {key: _without_nan(each) for key, each in value.items()}
+        return {key: _without_nan(child) for key, child in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

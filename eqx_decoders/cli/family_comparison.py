@@ -1,4 +1,4 @@
-"""The command `convert compare`: which families of the library are nearest to a checkpoint, and what differs."""
+"""The command `convert compare`: finds the families of the library that are nearest to an unknown checkpoint."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ from eqx_decoders.io.huggingface.quantized import checkpoint_tensors
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compare(CheckedFields):
-    """Compare the checkpoint of a model type that the library does not know with the families that it knows.
+    """Compare a checkpoint of an unknown model type with the families of the library.
 
-    Reads config.json and the names and shapes of the tensors, but no weights: an index without its files is enough.
-    Writes no file.
+    Reads config.json and the names and shapes of the tensors, but no weights: an index without weight files is enough.
+    Writes no files.
     """
 
     checked_name = ""
@@ -53,7 +53,7 @@ class Compare(CheckedFields):
 
 
 def _checked_type(content: Mapping[str, Any], path: Path) -> str:
-    """Return the model type. Raises ConversionError if it is no text, or if the model has encoders."""
+    """Return the model type. Raises ConversionError if it is not a string, or if the model has encoders."""
     model_type = content.get("model_type")
     if not isinstance(model_type, str) or not model_type.strip():
         raise ConversionError(

@@ -35,7 +35,7 @@ from eqx_decoders.io.status import StatusLine
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateConfig(ModelSource):
-    """Let a model write; without a prompt, ask for one after another."""
+    """Generate text from a prompt, or from prompts that are read from the terminal."""
 
     prompt: str | None = None
     """User message, or text to continue. None: read prompts from the terminal, one per line."""
@@ -69,33 +69,36 @@ class GenerateConfig(ModelSource):
     def __post_init__(self):
         super().__post_init__()
         expand_paths(self, "image", "video", "audio")
-        check(self.chat or self.system is None, f"system={self.system!r} needs a chat: leave out --no-chat.")
+        check(
+            self.chat or self.system is None,
+            f"system={self.system!r} needs a chat template: leave out --no-chat, or the system message.",
+        )
         GenerationConfig().sampler(**self.sampling())
 
     @property
     def files(self) -> Files:
-        """Return the files that come with the first prompt."""
+        """Return the files of the first prompt."""
         return Files(images=self.image, videos=self.video, audio=self.audio)
 
     def sampling(self) -> dict[str, int | float | None]:
-        """Return the settings of the sampler on the command line; None for the others."""
+        """Return the sampling flags. None: not set."""
         return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
 @program(lambda: flag_names(GenerateConfig))
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Write as the command line says; return the exit code."""
+    """Run the program with command line arguments; return the exit code."""
     require("tyro")
     config = parse(args, prog)
     keep_memory()
     with config.connected():
         keep_programs()
         text = load(config)
-        answer = ChatSession(text, config) if config.chat and text.chat is not None else Continuation(text, config)
+        respond = ChatSession(text, config) if config.chat and text.chat is not None else Continuation(text, config)
         if config.prompt is not None:
-            answer(config.prompt)
+            respond(config.prompt)
         else:
-            read_prompts(answer)
+            read_prompts(respond)
     return 0
 
 
@@ -103,46 +106,47 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> Generat
     """Parse the arguments of a command line; exit with 2 for unknown ones."""
     import tyro
 
-    several = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]  # --image a.png --image b.png
+    repeatable = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]  # --image a.png --image b.png
     titles = {GenerateConfig: "text", ModelSource: "model", Devices: "devices"}
-    types: dict[str, Any] = dict.fromkeys(("image", "video", "audio"), several)
+    types: dict[str, Any] = dict.fromkeys(("image", "video", "audio"), repeatable)
     return parse_flags(GenerateConfig(), titles=titles, types=types, args=args, prog=prog, description=__doc__)
 
 
 def load(config: GenerateConfig) -> TextModel:
-    """Load the model and the tokenizer that the settings name."""
+    """Load the model and the tokenizer."""
     text = config.load()
     check(
         config.system is None or text.chat is not None,
-        f"system={config.system!r} needs a chat template, and this model has none: put it into the prompt.",
+        f"system={config.system!r} needs a chat template, but the model has none: put the text into the prompt.",
     )
     text = dataclasses.replace(text, model=unstack_in_place(text.model))
     return text if config.special_tokens_in_content else text.with_special_tokens_as_text()
 
 
-def read_prompts(answer: Callable[[str], None]) -> None:
-    """Answer each line of the standard input, until its end."""
+def read_prompts(respond: Callable[[str], None]) -> None:
+    """Call `respond` with each non-empty line of the standard input."""
     while line := from_first("line", read_line() if jax.process_index() == 0 else None, seconds=1e6):
         if line.strip():
-            answer(line.rstrip("\n"))
+            respond(line.rstrip("\n"))
 
 
 def read_line() -> str:
-    """Read a line of the standard input; empty at its end."""
+    """Read a line from the standard input. Returns an empty string at its end."""
     if sys.stdin.isatty():
         print("prompt> ", end="", flush=True)
-    with StatusLine("waiting for a prompt", show=lambda text: None):  # the other processes wait for as long as it takes
+    # the status keeps the other processes waiting without a timeout; it is not shown
+    with StatusLine("waiting for a prompt", show=lambda text: None):
         return sys.stdin.readline()
 
 
 def show(text: str) -> None:
-    """Print a piece of text, if this is the process that prints."""
+    """Print text in the first process."""
     if jax.process_index() == 0:
         print(text, end="", flush=True)
 
 
 class Continuation:
-    """Answers of a model without a chat template: each prompt is the beginning of a text of its own."""
+    """Generation without a chat template: each prompt is continued independently."""
 
     def __init__(self, text: TextModel, config: GenerateConfig):
         self.text, self.config = text, config
@@ -153,7 +157,7 @@ class Continuation:
 
 
 class ChatSession:
-    """Answers of a chat model: each prompt is the next message of one conversation."""
+    """Generation with a chat template: each prompt is the next user message of one conversation."""
 
     def __init__(self, text: TextModel, config: GenerateConfig):
         self.text, self.config = text, config
@@ -163,18 +167,18 @@ class ChatSession:
 
     def __call__(self, prompt: str) -> None:
         content: Any = prompt
-        if self.config.files and not any(one["role"] == "user" for one in self.messages):
+        if self.config.files and not any(message["role"] == "user" for message in self.messages):
             names = {"image": self.config.image, "video": self.config.video, "audio": self.config.audio}
             content = [{"type": kind, kind: file} for kind, files in names.items() for file in files]
             content.append({"type": "text", "text": prompt})
         self.messages.append({"role": "user", "content": content})
-        answer = write(self.text, self.config, self.messages)
-        self.messages.append({"role": "assistant", "content": answer})
+        response = write(self.text, self.config, self.messages)
+        self.messages.append({"role": "assistant", "content": response})
 
 
 def write(text: TextModel, config: GenerateConfig, prompt: Prompt, files: Files = Files()) -> str:
-    """Print the model's answer piece by piece, and return it."""
-    written = text.stream(
+    """Generate and print a completion, and return it."""
+    stream = text.stream(
         prompt,
         max_new_tokens=config.max_new_tokens,
         sampler=text.model.generation_config.sampler(**config.sampling()),
@@ -183,9 +187,9 @@ def write(text: TextModel, config: GenerateConfig, prompt: Prompt, files: Files 
         files=files,
     )
     with StatusLine("compiling"):
-        first = next(written, "")
+        first = next(stream, "")
     pieces = []
-    for piece in itertools.chain([first], written):
+    for piece in itertools.chain([first], stream):
         pieces.append(piece)
         show(piece)
     show("\n")

@@ -1,4 +1,4 @@
-"""Model of `generate` and `serve`: from a run directory, or from Hugging Face."""
+"""Flags for the model of `generate`, `serve` and `evaluate`: from a run directory, or from Hugging Face."""
 
 import dataclasses
 from typing import Literal
@@ -13,7 +13,7 @@ from eqx_decoders.training import load_text_run
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSource(Devices):
-    """Model that a program loads, and the devices that hold it."""
+    """Flags for the model that a program loads, and for its devices."""
 
     model: str | None = None
     """Hugging Face checkpoint: a directory, "org/name" on the hub, or a GGUF file."""
@@ -28,13 +28,19 @@ class ModelSource(Devices):
 
     def __post_init__(self):
         super().__post_init__()
-        alone = self.run_dir is None or self.model is None
-        check(alone, f"model={self.model!r} and run_dir={self.run_dir!r} exclude each other: leave one out.")
-        check(self.step is None or self.model is None, f"step={self.step} is of a run, not of model={self.model!r}.")
+        check(
+            self.run_dir is None or self.model is None,
+            f"model={self.model!r} and run_dir={self.run_dir!r} exclude each other: leave one out.",
+        )
+        check(
+            self.step is None or self.model is None,
+            f"step={self.step} selects a checkpoint of run_dir, and cannot be used with model={self.model!r}: leave it "
+            f"out.",
+        )
 
     @property
     def weights_dtype(self) -> str | None:
-        """Dtype of loaded weights; None for that of the platform."""
+        """Dtype of loaded weights. None: the default of the platform."""
         return None if self.dtype == "auto" else self.dtype
 
     def load(self, quantized: QuantizedName = "expand") -> TextModel:

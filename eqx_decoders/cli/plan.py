@@ -49,12 +49,17 @@ from eqx_decoders.training.step_settings import ModelSettings, StepSettings
 
 BASIC = ("model", "topology", "mesh.fsdp", "batch_size", "seq_len", "remat", "search")
 
-_POLICIES = ("none", "minimal_with_context", "save_qkv_proj", "full")  # a search tries them from `remat` on
+_POLICIES = (
+    "none",
+    "minimal_with_context",
+    "save_qkv_proj",
+    "full",
+)  # a search tries `remat` and the policies after it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(StepSettings, ModelSettings):
-    """Compile a training step for TPUs or GPUs that are not here."""
+    """Plan a training or decoding step for TPUs or GPUs that need not be attached."""
 
     topology: str = "v5p:2x2x1"
     """Chips: generation and shape of a TPU slice, such as v4:2x2x1, v5e:4x4, v5p:4x4x4, v6e:8x8 or tpu7x:4x4x4; or
@@ -91,20 +96,23 @@ class PlanConfig(StepSettings, ModelSettings):
         super().__post_init__()
         if self.search:
             check_option("search: remat", self.remat, _POLICIES)
-        check(self.page_size is None or self.decoding, f"page_size={self.page_size} is of a cache: add decoding.")
+        check(
+            self.page_size is None or self.decoding,
+            f"page_size={self.page_size} applies only to decoding: set decoding=True, or leave it out.",
+        )
         if self.decoding:
-            check(not self.search, f"search={self.search} is of training steps: give decoding a mesh.")
-            check(not self.images, f"images={self.images} are of training steps: leave them out for decoding.")
+            check(not self.search, f"search={self.search} does not support decoding: leave it out, and set a mesh.")
+            check(not self.images, f"images={self.images} does not support decoding: leave it out.")
         else:
             self.check_rows(self.batch_size)
 
     @property
     def steps(self) -> int:
-        """Steps of the run of which one is planned."""
+        """Number of steps of the learning rate schedule."""
         return max(TrainConfig.steps, 1 + (self.optimizer.warmup_steps or 0))
 
     def execution(self, devices: Sequence[Any]) -> Execution:
-        """Make layout, dtypes and remat of these devices."""
+        """Return the execution options for these devices."""
         return self.step_execution(self.batch_size, devices)
 
 
@@ -112,7 +120,7 @@ TITLES = {PlanConfig: "plan", ModelSettings: "model", StepSettings: "step", Exec
 
 
 def tpu_devices(topology: str, slices: int = 1) -> list[Any]:
-    """Return the devices of a TPU topology, which need not be here."""
+    """Return the devices of a TPU topology, which need not be attached."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     try:
         import libtpu  # noqa: F401
@@ -121,40 +129,43 @@ def tpu_devices(topology: str, slices: int = 1) -> list[Any]:
     import jax
     from jax.experimental import topologies
 
-    jax.devices()  # XLA:CPU has read XLA_FLAGS now; libtpu ends the process at one that it does not know
+    jax.devices()  # XLA:CPU reads XLA_FLAGS here; libtpu would exit at an unknown flag
     os.environ.pop("XLA_FLAGS", None)
-    more: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
+    topology_options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
     name, _, extents = topology.partition(":")
     chip = next((chip for chip in CHIPS if chip.name == name.replace("tpu7x", "v7x")), None)
     if chip is not None and re.fullmatch(r"\d+(x\d+){1,2}", extents):
-        closed = chip.closed([int(extent) for extent in extents.split("x")])  # libtpu joins no ends by itself
-        more["wrap"] = (*closed, False, False)[:3]
-    if topology.startswith("v4"):  # whose chips are two cores each, which JAX takes as one device
-        more["chip_config_name"] = "megacore"
+        wraparound = chip.closed([int(extent) for extent in extents.split("x")])  # libtpu's default is no wraparound
+        topology_options["wrap"] = (*wraparound, False, False)[:3]
+    if topology.startswith("v4"):  # the two cores of a v4 chip are one JAX device
+        topology_options["chip_config_name"] = "megacore"
     try:
-        return topologies.get_topology_desc(topology_name=topology, platform="tpu", **more).devices
+        return topologies.get_topology_desc(topology_name=topology, platform="tpu", **topology_options).devices
     except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
-        known = "Give a generation and the chips along its axes, such as v5p:2x2x4, v5e:4x4 or tpu7x:2x2x1"
         raise ConfigError(
-            f"topology={topology!r} is none that libtpu knows ({str(error).splitlines()[0]}). {known}."
+            f"topology={topology!r} is not supported by libtpu ({str(error).splitlines()[0]}). Give a generation and "
+            f"the number of chips along each axis, such as v5p:2x2x4, v5e:4x4 or tpu7x:2x2x1."
         ) from None
 
 
 def plan(config: PlanConfig, devices: Sequence[Any] | None = None) -> tuple[Plan, list[str], Execution]:
-    """Plan a step; return the plan, advice, and the execution. devices: those of the topology, if known."""
+    """Plan a training step, and return the plan, the advice, and the execution options.
+
+    `devices`: devices of the topology. None: create them.
+    """
     devices = planned_devices(config) if devices is None else devices
     gpus, compiled = gpus_of(config.topology), devices[0].platform == "gpu"
     model, trainer, machine = _parts(config, devices)
-    flags = options(machine.chip.name) if gpus is None else gpus.options
-    flags = GPU_OPTIONS if compiled else {} if config.xla_flags == "none" else flags
+    compiler_options = options(machine.chip.name) if gpus is None else gpus.options
+    compiler_options = GPU_OPTIONS if compiled else {} if config.xla_flags == "none" else compiler_options
     shape = dict(batch_size=config.batch_size, seq_len=config.seq_len)
     images = dict(images=config.images, side=config.image_side)
     media = abstract_media(model.config, model.execution.layout, **shape, **images) if config.images else None
     until: Until = "code" if compiled else config.until
     with tracing_for(list(devices)):
-        step_plan = make_plan(model, trainer, machine, **shape, media=media, options=flags, until=until)
+        step_plan = make_plan(model, trainer, machine, **shape, media=media, options=compiler_options, until=until)
     if compiled and model.execution.layout.offload != Offload():
-        note = "Devices of this compiler have no memory of a host: the plan is that without offload."
+        note = "The GPU compiler does not support host memory without a GPU: this is the plan without offload."
         step_plan = dataclasses.replace(step_plan, note=note)
     if gpus is not None and not compiled:
         step_plan = on_gpus(step_plan, counted_memory(model, trainer, machine, **shape), gpus)
@@ -162,33 +173,40 @@ def plan(config: PlanConfig, devices: Sequence[Any] | None = None) -> tuple[Plan
 
 
 def decoding(config: PlanConfig) -> tuple[DecodingPlan, Execution]:
-    """Plan a decoding step; return the plan, and the execution."""
+    """Plan a decoding step, and return the plan and the execution options."""
     devices, gpus = planned_devices(config), gpus_of(config.topology)
     compiled = devices[0].platform == "gpu"
-    check(gpus is None or compiled, "There is no compiler for GPUs here: pip install 'eqx_decoders[aot-gpu]'.")
+    check(
+        gpus is None or compiled,
+        f"topology={config.topology!r} with decoding needs the GPU compiler: pip install 'eqx_decoders[aot-gpu]'.",
+    )
     execution = config.execution(devices)
     precision = dataclasses.replace(execution.precision, params=execution.precision.compute)
     execution = dataclasses.replace(execution, precision=precision, remat="none")
     model, layout = abstract(model_config(config), **vars(execution)), execution.layout
     machine = Machine.of(list(layout.mesh.devices.flat))
-    flags = GPU_OPTIONS if compiled else {} if config.xla_flags == "none" else options(machine.chip.name)
+    compiler_options = GPU_OPTIONS if compiled else {} if config.xla_flags == "none" else options(machine.chip.name)
     sizes: dict[str, Any] = dict(rows=config.batch_size, length=config.seq_len, page_size=config.page_size)
     until: Until = "code" if compiled else config.until
     with tracing_for(list(devices)):
-        return plan_decoding(model, machine, **sizes, options=flags, until=until), execution
+        return plan_decoding(model, machine, **sizes, options=compiler_options, until=until), execution
 
 
 def planned_devices(config: PlanConfig) -> list[Any]:
-    """Return the devices that a step is compiled for: of the topology, or as many TPUs where GPUs have no compiler."""
+    """Return the devices to compile for: of the topology, or the same number of TPUs without the GPU compiler."""
     gpus = gpus_of(config.topology)
     if gpus is None:
         return tpu_devices(config.topology, config.slices)
-    check(config.slices == 1, f"slices={config.slices} are of TPUs: {gpus.chip.name}:4x8 are four nodes.")
-    return gpu_devices(gpus) or tpu_devices(gpus.stand_in, 1)
+    check(
+        config.slices == 1,
+        f"slices={config.slices} applies only to TPUs: leave it out. For GPUs the topology has the number of nodes, "
+        f"such as {gpus.chip.name}:4x8 for four nodes.",
+    )
+    return gpu_devices(gpus) or tpu_devices(gpus.proxy_topology, 1)
 
 
 def _parts(config: PlanConfig, devices: Sequence[Any]) -> tuple[Decoder, Trainer, Machine]:
-    """Make the model as shapes on a mesh of these devices, its trainer, and the machine."""
+    """Return the model with shapes on a mesh of these devices, its trainer, and the machine."""
     execution = config.execution(devices)
     described = model_config(config)
     if config.mtp_depths:
@@ -206,7 +224,7 @@ PlannedConfig = tuple[PlanConfig, Plan, list[str], Execution]
 
 
 def search(config: PlanConfig, say: Callable[[str], None]) -> PlannedConfig:
-    """Compile the meshes and policies that an estimate ranks first; return the shortest step that fits."""
+    """Compile the meshes that the estimate ranks first, and return the fastest plan that fits. `say`: prints a line."""
     devices = planned_devices(config)
     with tracing_for(devices):
         return _best(config, devices, say)
@@ -214,13 +232,21 @@ def search(config: PlanConfig, say: Callable[[str], None]) -> PlannedConfig:
 
 def _best(config: PlanConfig, devices: Sequence[Any], say: Callable[[str], None]) -> PlannedConfig:
     ranked = _ranked(config, devices)
-    say(f"{len(ranked)} meshes can hold the state; {min(config.search, len(ranked))} are compiled\n")
-    fitting = [planned for _, one in ranked[: config.search] if (planned := _first_that_fits(one, devices)) is not None]
-    check(bool(fitting), "None of the meshes that were compiled fits: take more devices, or a smaller batch_size.")
-    fitting.sort(key=lambda each: each[1].roofline.one_by_one)
-    say(f"{'mesh':30} {'remat':21} {'peak':>9} {'sent':>9} {'all overlaps':>13} {'nothing does':>13}")
+    say(f"{len(ranked)} meshes have enough memory for the state; compiling {min(config.search, len(ranked))}\n")
+    fitting = [
+        planned
+        for _, candidate in ranked[: config.search]
+        if (planned := _first_that_fits(candidate, devices)) is not None
+    ]
+    check(
+        bool(fitting),
+        f"search={config.search}: the step does not fit on any compiled mesh. Use more devices, a smaller batch_size, "
+        f"or increase search.",
+    )
+    fitting.sort(key=lambda item: item[1].roofline.one_by_one)
+    say(f"{'mesh':30} {'remat':21} {'peak':>9} {'sent':>9} {'full overlap':>13} {'no overlap':>13}")
     for tried, step_plan, *_ in fitting:
-        line, sent = step_plan.roofline, sum(one.total for one in step_plan.collectives or ())
+        line, sent = step_plan.roofline, sum(candidate.total for candidate in step_plan.collectives or ())
         say(
             f"{_mesh(tried):30} {tried.remat:21} {(step_plan.memory.peak or 0) / 1e9:6.1f} GB {sent / 1e9:6.1f} GB "
             f"{line.overlapped:11.3g} s {line.one_by_one:11.3g} s"
@@ -230,12 +256,12 @@ def _best(config: PlanConfig, devices: Sequence[Any], say: Callable[[str], None]
 
 
 def _first_that_fits(config: PlanConfig, devices: Sequence[Any]) -> PlannedConfig | None:
-    """Plan with the first policy, from the given one on, whose step fits.
+    """Return the plan with the first remat policy, starting with the given one, whose step fits; or None.
 
-    Policies whose saved activations leave too little room, by counting, are not compiled; the last one always is.
+    Policies whose predicted memory is too large are not compiled, except the last one.
     """
     *others, last = (dataclasses.replace(config, remat=remat) for remat in _POLICIES[_POLICIES.index(config.remat) :])
-    for tried in [*filter(lambda one: _may_fit(one, devices), others), last]:
+    for tried in [*filter(lambda candidate: _may_fit(candidate, devices), others), last]:
         step_plan, advised, execution = plan(tried, devices)
         if step_plan.memory.fits:
             return tried, step_plan, advised, execution
@@ -249,20 +275,20 @@ def _may_fit(config: PlanConfig, devices: Sequence[Any]) -> bool:
 
 
 def _ranked(config: PlanConfig, devices: Sequence[Any]) -> list[tuple[float, PlanConfig]]:
-    """Return the meshes of these devices that divide model and batch and can hold the state, fastest first."""
+    """Return the meshes that divide model and batch and have memory for the state, the fastest one first."""
     experts = bool(expert_configs(model_config(config)))
     axes = ("data", "fsdp", "tensor", *["expert"] * experts)
     ranked = []
     for sizes in meshes(len(devices), config.slices, axes):
-        one = dataclasses.replace(config, mesh=MeshConfig(**sizes))
+        candidate = dataclasses.replace(config, mesh=MeshConfig(**sizes))
         try:
-            model, trainer, machine = _parts(one, devices)
-            guess = estimate(model, trainer, machine, batch_size=one.batch_size, seq_len=one.seq_len)
-        except ConfigError:  # sizes that do not divide, or a mesh that the torus cannot be
+            model, trainer, machine = _parts(candidate, devices)
+            guess = estimate(model, trainer, machine, batch_size=candidate.batch_size, seq_len=candidate.seq_len)
+        except ConfigError:  # the mesh does not divide the model, or does not fit the torus
             continue
         if guess.state <= machine.memory:
-            ranked.append((guess.seconds, one))
-    return sorted(ranked, key=lambda each: each[0])
+            ranked.append((guess.seconds, candidate))
+    return sorted(ranked, key=lambda item: item[0])
 
 
 def _mesh(config: PlanConfig) -> str:
@@ -272,18 +298,22 @@ def _mesh(config: PlanConfig) -> str:
 
 def _devices(config: PlanConfig, execution: Execution) -> str:
     gpus = gpus_of(config.topology)
-    return describe_devices(execution.layout) if gpus is None else f"{gpus.nodes * gpus.each} GPUs, {_mesh(config)}"
+    return (
+        describe_devices(execution.layout)
+        if gpus is None
+        else f"{gpus.nodes * gpus.gpus_per_node} GPUs, {_mesh(config)}"
+    )
 
 
 def _settings(config: PlanConfig, execution: Execution) -> dict[str, Any]:
-    """Return the planned settings as plain values."""
+    """Return the settings of the plan as plain JSON values."""
     settings = {name: getattr(config, name) for name in ("model", "topology", "batch_size", "seq_len", "remat")}
     return settings | {"mesh": {name: size for name, size in execution.layout.sizes.items() if size > 1}}
 
 
 @program(lambda: flag_names(PlanConfig))
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Plan as the command line says; return the exit code: 1 where the step does not fit."""
+    """Run the program with command line arguments; return the exit code, which is 1 if the step does not fit."""
     require("tyro")
     config = parse(args, prog)
     with contextlib.redirect_stdout(sys.stderr) if config.json else contextlib.nullcontext():
@@ -306,7 +336,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
             f"{tokens}, {about}; compiled in {step_plan.seconds:.0f} s\n\n{text}"
         )
     code = 0 if step_plan.memory.fits else 1
-    if abandoned:  # the compiler goes on, and cannot be ended otherwise
+    if abandoned:  # compilations are still running, and cannot be stopped otherwise
         sys.stdout.flush()
         os._exit(code)
     return code
@@ -317,30 +347,30 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> PlanCon
     import tyro
 
     types = {"set": Annotated[tuple[str, ...], tyro.conf.UseAppendAction]}
-    words = single_flags(sys.argv[1:] if args is None else args)
+    arguments = single_flags(sys.argv[1:] if args is None else args)
     return parse_flags(
         PlanConfig(),
         titles=TITLES,
         first=BASIC,
         types=types,
         required=("model",),
-        args=words,
+        args=arguments,
         prog=prog,
         description=__doc__,
     )
 
 
 def single_flags(args: Sequence[str]) -> list[str]:
-    """Rewrite `--mesh fsdp=16 tensor=4` as `--mesh.fsdp 16 --mesh.tensor 4`; the other arguments stay."""
-    words: list[str] = []
-    inside = False
-    for word in args:
-        name, equals, size = word.partition("=")
-        if word == "--mesh":
-            inside = True
-        elif inside and equals and not word.startswith("-"):
-            words += [f"--mesh.{name.replace('_', '-')}", size]
+    """Replace `--mesh fsdp=16 tensor=4` by `--mesh.fsdp 16 --mesh.tensor 4`."""
+    arguments: list[str] = []
+    after_mesh = False
+    for argument in args:
+        name, equals, size = argument.partition("=")
+        if argument == "--mesh":
+            after_mesh = True
+        elif after_mesh and equals and not argument.startswith("-"):
+            arguments += [f"--mesh.{name.replace('_', '-')}", size]
         else:
-            inside = False
-            words.append(word)
-    return words
+            after_mesh = False
+            arguments.append(argument)
+    return arguments

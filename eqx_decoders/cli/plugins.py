@@ -47,7 +47,7 @@ def _user_classes() -> list[type[RegisteredConfig]]:
 
 
 def load_plugins(args: Sequence[str]) -> list[str]:
-    """Load the plugins of a command line, and return the other arguments."""
+    """Load the plugins in command line arguments, and return the other arguments."""
     others: list[str] = []
     remaining = iter(args)
     for argument in remaining:

@@ -49,7 +49,7 @@ from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.quantize import GROUPED, QuantizationMode, group_sizes, quantize
 from eqx_decoders.numerics.low_rank import low_rank_weights
 from eqx_decoders.serving import Engine
-from eqx_decoders.serving.engine.adapters import AdapterPairs, adapter_parts
+from eqx_decoders.serving.engine.adapters import AdapterPairs, adapter_pairs
 from eqx_decoders.serving.engine.config import EngineConfig, EngineLimits
 from eqx_decoders.serving.engine.engine_weights import shape_of
 from eqx_decoders.serving.frontend.prompts import create_frontend
@@ -287,7 +287,7 @@ def read_adapter(base: Decoder, directory: str) -> dict[str, AdapterPairs]:
                 "The server supports only low-rank updates of weights in adapters. Merge the adapter into the model "
                 "and serve the merged model."
             )
-    return adapter_parts(adapted)
+    return adapter_pairs(adapted)
 
 
 def make_engine(config: ServeConfig, model: Decoder, adapters: Mapping[str, Any]) -> Engine | ScoringEngine:

@@ -1,17 +1,17 @@
-"""Evaluation: tasks of one's own, lm-eval's tasks, and perplexities, over an engine.
+"""Evaluation with a serving engine: custom tasks, lm-eval tasks, and perplexity.
 
 Write a task
-    `Task` has examples and a grade function; `load_task` loads the one that `file.py:name` names (`LoadedTask`).
+    `Task` has examples and a grade function. `load_task` loads a task from a Python file (`LoadedTask`).
 
-Measure a model
-    `evaluate_task` lets a model answer as `AnswerSettings` say, and grades the answers (`TaskScores`); `evaluate_texts`
-    computes the `TextScores` of a `TextSet`. `make_engine` makes the engine that both need.
+Evaluate a model
+    `evaluate_task` generates and grades completions (`AnswerSettings`, `TaskScores`). `evaluate_texts` computes the
+    `TextScores` of a `TextSet`. `make_engine` creates the engine for both.
 
 Score tokens
-    `score_continuations` and `score_texts` compute the log-probabilities of given tokens.
+    `score_continuations` and `score_texts` compute log-probabilities of given tokens.
 
 Use lm-eval
-    `make_lm` makes the LM of lm-eval; `run_tasks` runs its tasks.
+    `make_lm` returns the model as an LM object of lm-eval. `run_tasks` runs lm-eval tasks.
 
 Compute statistics
     `pass_at_k`, `mean_over_prompts`, `paired_difference` (`MeanScore`) and `win_counts` (`WinCounts`).
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from eqx_decoders.core.lazy_imports import lazy
 
 
-# Imported at their first use: the process that grades answers imports a user's file, which has a `Task`, without JAX.
+# Lazy imports, because the grading processes import users' files, which import `Task`, and do not need JAX.
 if TYPE_CHECKING:
     from eqx_decoders.evaluation.lm_eval_model import make_lm as make_lm
     from eqx_decoders.evaluation.lm_eval_tasks import run_tasks as run_tasks

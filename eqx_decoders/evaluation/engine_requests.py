@@ -1,4 +1,4 @@
-"""Many requests through an engine: answers to prompts, as texts up to their stop strings."""
+"""Running many requests with an engine: `run_requests`, and `generate_completions` with stop strings."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,25 +14,25 @@ from eqx_decoders.serving.frontend.detokenizer import Detokenizer, StopStrings
 from eqx_decoders.serving.rollouts import RequestEngine
 
 
-OPEN = 4  # requests at once for each slot of an engine: those of one prompt wait together
+REQUESTS_PER_SLOT = 4  # submitted requests per slot, so that requests with the same prompt are queued together
 
 Progress = Callable[[int], None]
-Take = Callable[[int, RequestOutput], bool]
+OnOutput = Callable[[int, RequestOutput], bool]
 
 EndReason = Literal["stop_token", "stop_string", "length"]
 
 
 @runtime_checkable
 class EvaluationEngine(RequestEngine, Protocol):
-    """Engine that can forget a request."""
+    """Engine with `cancel`."""
 
     def cancel(self, request_id: int) -> None: ...
 
 
-class AnswerRequest(NamedTuple):
-    """Prompt to be answered, in at most `max_new_tokens`, up to one of the strings `stop` or the tokens `stop_ids`.
+class CompletionRequest(NamedTuple):
+    """Request for a completion that ends at `max_new_tokens`, a string of `stop`, or a token of `stop_ids`.
 
-    `reasoning`: markers of the reasoning that the model may write first. Stop strings in the reasoning are ignored.
+    `reasoning`: markers of the model's reasoning. Stop strings in the reasoning are ignored.
     """
 
     prompt: tuple[int, ...]
@@ -44,22 +44,26 @@ class AnswerRequest(NamedTuple):
 
     def request(self) -> Request:
         """Return the request for an engine."""
-        prompt, new = self.prompt, self.max_new_tokens
-        return Request(prompt=prompt, max_new_tokens=new, sampling=self.sampling, stop_ids=self.stop_ids)
+        return Request(
+            prompt=self.prompt,
+            max_new_tokens=self.max_new_tokens,
+            sampling=self.sampling,
+            stop_ids=self.stop_ids,
+        )
 
 
-class WrittenAnswer(NamedTuple):
-    """Answer of a model: its text without what ended it, the number of its tokens, and why it ended."""
+class Completion(NamedTuple):
+    """Completion of a prompt: its text without the stop string or token, its number of tokens, and why it ended."""
 
     text: str
     num_tokens: int
-    end: EndReason
+    end_reason: EndReason
 
 
-class _AnswerWriter:
-    """Incremental text of an answer, which includes its reasoning. Stop strings in the reasoning are ignored."""
+class _CompletionWriter:
+    """Incremental text of a completion, including its reasoning. Stop strings in the reasoning are ignored."""
 
-    def __init__(self, tokenizer: Tokenizer, request: AnswerRequest):
+    def __init__(self, tokenizer: Tokenizer, request: CompletionRequest):
         self._detokenizer = Detokenizer(tokenizer, request.prompt)
         self._stops, self._stop_ids = StopStrings(request.stop), request.stop_ids
         self._parser = _reasoning_parser(tokenizer, request)  # None after the reasoning
@@ -68,7 +72,7 @@ class _AnswerWriter:
         self._count, self._end = 0, "length"
 
     def push(self, output: RequestOutput) -> bool:
-        """Add the tokens of an output; return whether a stop string ended the answer."""
+        """Add the tokens of an output. Returns whether the completion has reached a stop string."""
         for token in output.tokens:
             self._count += 1
             if token in self._stop_ids:
@@ -92,17 +96,17 @@ class _AnswerWriter:
             self._parser = None
         self._pieces.append(self._stops.push(text))
 
-    def answer(self) -> WrittenAnswer:
-        """Return the answer, as no more tokens come."""
+    def finish(self) -> Completion:
+        """Return the completion after its last output."""
         if self._stops.found is None:
             self._push_text(self._detokenizer.flush(), final=True)
             self._end = "stop_string" if self._stops.found is not None else self._end
             self._pieces.append(self._stops.flush())
-        end: EndReason = self._end  # pyright: ignore[reportAssignmentType]
-        return WrittenAnswer("".join(self._pieces), self._count, end)
+        end_reason: EndReason = self._end  # pyright: ignore[reportAssignmentType]
+        return Completion("".join(self._pieces), self._count, end_reason)
 
 
-def _reasoning_parser(tokenizer: Tokenizer, request: AnswerRequest) -> AnswerParser | None:
+def _reasoning_parser(tokenizer: Tokenizer, request: CompletionRequest) -> AnswerParser | None:
     """Return a parser that finds the end of the reasoning, or None if there is no reasoning or no stop string."""
     if request.reasoning is None or not request.stop:
         return None
@@ -112,66 +116,70 @@ def _reasoning_parser(tokenizer: Tokenizer, request: AnswerRequest) -> AnswerPar
 def run_requests(
     engine: EvaluationEngine,
     requests: Iterable[Request],
-    take: Take,
+    on_output: OnOutput,
     progress: Progress,
 ) -> None:
-    """Submit requests as there is room, and hand each output to `take` with the number of its request.
+    """Run requests, and call `on_output(index, output)` for each output with the index of its request.
 
-    A request is cancelled where `take` returns True: it has all that it needs. `progress` is called after each step of
-    the engine. Raises EqxDecodersError for a request that fails.
+    If `on_output` returns True, the request is cancelled. `progress` is called after each engine step with the number
+    of newly finished requests. Raises EqxDecodersError for a request that fails.
     """
     waiting: Iterator[tuple[int, Request]] = enumerate(requests)
-    numbers: dict[int, int] = {}
-    most = min(OPEN * engine.config.max_batch_size, engine.config.max_waiting)
+    indices: dict[int, int] = {}  # by request id
+    max_submitted = min(REQUESTS_PER_SLOT * engine.config.max_batch_size, engine.config.max_waiting)
     try:
         while True:
-            while len(numbers) < most and (item := next(waiting, None)) is not None:
+            while len(indices) < max_submitted and (item := next(waiting, None)) is not None:
+                index, request = item
                 try:
-                    numbers[engine.submit(item[1])] = item[0]
+                    indices[engine.submit(request)] = index
                 except QueueFull:
                     waiting = itertools.chain([item], waiting)
                     break
-            if not numbers:
+            if not indices:
                 return
-            progress(sum([_take(engine, numbers, output, take) for output in engine.step()]))
+            progress(sum([_process(engine, indices, output, on_output) for output in engine.step()]))
     finally:
-        for number in numbers:
-            engine.cancel(number)
+        for request_id in indices:
+            engine.cancel(request_id)
 
 
-def _take(engine: EvaluationEngine, numbers: dict[int, int], output: RequestOutput, take: Take) -> bool:
-    """Hand over one output; forget its request where it has ended, and return whether it has."""
-    number = numbers.get(output.request_id)
-    if number is None:  # of one that was cancelled
+def _process(engine: EvaluationEngine, indices: dict[int, int], output: RequestOutput, on_output: OnOutput) -> bool:
+    """Process one output, and return whether its request has finished."""
+    index = indices.get(output.request_id)
+    if index is None:  # the request was cancelled
         return False
-    check(output.finish_reason != "error", f"request {number} failed: {output.error}", EqxDecodersError)
-    enough = take(number, output)
-    if enough and output.finish_reason is None:
+    check(output.finish_reason != "error", f"request {index} failed: {output.error}", EqxDecodersError)
+    is_done = on_output(index, output)
+    if is_done and output.finish_reason is None:
         engine.cancel(output.request_id)
-    ended = enough or output.finish_reason is not None
-    if ended:
-        del numbers[output.request_id]
-    return ended
+    has_finished = is_done or output.finish_reason is not None
+    if has_finished:
+        del indices[output.request_id]
+    return has_finished
 
 
 def no_progress(count: int) -> None:
-    """Show nothing of so many requests more that have ended."""
+    """Ignore the number of finished requests."""
 
 
-def write_answers(
-    tokenizer: Tokenizer, engine: EvaluationEngine, requests: Sequence[AnswerRequest], progress: Progress = no_progress
-) -> list[WrittenAnswer]:
-    """Return the model's answers, in order; they do not depend on what else is asked, or in which order."""
-    writers: dict[int, _AnswerWriter] = {}
-    answers: dict[int, WrittenAnswer] = {}
+def generate_completions(
+    tokenizer: Tokenizer,
+    engine: EvaluationEngine,
+    requests: Sequence[CompletionRequest],
+    progress: Progress = no_progress,
+) -> list[Completion]:
+    """Return the completions of requests, in order. Each is independent of the other requests and of their order."""
+    writers: dict[int, _CompletionWriter] = {}
+    completions: dict[int, Completion] = {}
 
-    def take(number: int, output: RequestOutput) -> bool:
-        if number not in writers:
-            writers[number] = _AnswerWriter(tokenizer, requests[number])
-        stopped = writers[number].push(output)
-        if stopped or output.finish_reason is not None:
-            answers[number] = writers.pop(number).answer()
-        return stopped
+    def on_output(index: int, output: RequestOutput) -> bool:
+        if index not in writers:
+            writers[index] = _CompletionWriter(tokenizer, requests[index])
+        has_stopped = writers[index].push(output)
+        if has_stopped or output.finish_reason is not None:
+            completions[index] = writers.pop(index).finish()
+        return has_stopped
 
-    run_requests(engine, (each.request() for each in requests), take, progress)
-    return [answers[number] for number in range(len(requests))]
+    run_requests(engine, (request.request() for request in requests), on_output, progress)
+    return [completions[index] for index in range(len(requests))]

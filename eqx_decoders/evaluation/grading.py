@@ -1,4 +1,4 @@
-"""Grades of answers: a user's function, called in processes of their own with deadlines."""
+"""Grading of completions: calls a user's function in separate processes, with a time limit."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,22 +9,25 @@ from eqx_decoders.io.function_workers import CallResult, FunctionWorkers, number
 from eqx_decoders.io.processes import LONG, from_first, in_first
 
 
-SCORE = "score"  # name of the column of a grade that is a single number
+SCORE = "score"  # name of the value of a grade that is a single number
 
 
 class Grade(NamedTuple):
-    """Grade of one answer: numbers by name, the score first; None: it cannot be judged, for `error` or by itself."""
+    """Grade of one completion: values by name, the score first.
+
+    `columns=None`: no grade, because the function returned None or failed with `error`.
+    """
 
     columns: dict[str, float] | None
     error: str | None = None
 
 
-def grade_answers(
+def grade_completions(
     grader: str, calls: Sequence[tuple[Example, str]], *, workers: int = 2, seconds: float = 10.0, flag: str = "tasks"
 ) -> list[Grade]:
-    """Return the grades of answers to examples, in order. Of several processes the first computes those of all.
+    """Return the grades of pairs of example and completion, in order. In a multi-process run the first process grades.
 
-    Raises ConfigError for a function that cannot be imported, and for one that fails at every answer.
+    Raises ConfigError for a function that cannot be imported or fails for every completion.
     """
     if not calls:
         return []
@@ -33,14 +36,17 @@ def grade_answers(
         with FunctionWorkers(grader, workers=min(workers, len(calls)), seconds=seconds, flag=flag) as processes:
             grades = [_grade(result) for result in processes.map(calls)]
         errors = [grade.error for grade in grades if grade.error is not None]
-        check(len(errors) < len(grades), f"the grade {grader!r} failed for all {len(grades)} answers: {errors[:1]}.")
+        check(
+            len(errors) < len(grades),
+            f"the grade function {grader!r} failed for all {len(grades)} completions. First error: {errors[:1]}.",
+        )
         return grades
 
     return [Grade(*each) for each in from_first("grades", in_first("grading", grade, seconds=LONG))]
 
 
 def _grade(result: CallResult) -> Grade:
-    """Return the grade that a call has brought."""
+    """Return the grade for the result of a call."""
     if result.error is not None:
         return Grade(None, result.error)
     value = result.value
@@ -49,17 +55,20 @@ def _grade(result: CallResult) -> Grade:
     columns = numbers_by_name(value, SCORE)
     if columns is None:
         shown = repr(value)[:80]
-        return Grade(None, f"it returned {shown}: it must be a finite number, a bool, several by name, or None")
+        return Grade(None, f"returned {shown}, but must return a finite number, a bool, a dictionary of these, or None")
     return Grade(columns)
 
 
 def column_names(grades: Sequence[Grade | None]) -> list[str]:
-    """Return the names of all columns, those of the first grade that has some first.
+    """Return the names of all values, the score first.
 
-    Raises ConfigError where the first column, the score, has several names.
+    Raises ConfigError if the first value, which is the score, has different names in different grades.
     """
-    known = [list(grade.columns) for grade in grades if grade is not None and grade.columns]
-    firsts = sorted({names[0] for names in known})
-    if len(firsts) > 1:
-        raise ConfigError(f"the first number of a grade is its score: it must have one name, not {', '.join(firsts)}.")
-    return list(dict.fromkeys(name for names in known for name in names)) or [SCORE]
+    names_by_grade = [list(grade.columns) for grade in grades if grade is not None and grade.columns]
+    score_names = sorted({names[0] for names in names_by_grade})
+    if len(score_names) > 1:
+        raise ConfigError(
+            f"the first value of a grade is the score, and must always have the same name, but has the names "
+            f"{', '.join(score_names)}. Return the values in the same order."
+        )
+    return list(dict.fromkeys(name for names in names_by_grade for name in names)) or [SCORE]

@@ -1,4 +1,4 @@
-"""The model as lm-eval (EleutherAI's harness, extra "lm-eval") takes it: an `LM` in this process, over an engine."""
+"""`make_lm`: a model as an `LM` of lm-eval (EleutherAI's evaluation harness, extra "lm-eval"), run by an engine."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,11 +6,11 @@ from typing import Any
 
 from eqx_decoders.errors import ConfigError, check, missing_package
 from eqx_decoders.evaluation.engine_requests import (
-    AnswerRequest,
+    CompletionRequest,
     EvaluationEngine,
     Progress,
+    generate_completions,
     no_progress,
-    write_answers,
 )
 from eqx_decoders.evaluation.scoring import score_continuations, score_texts
 from eqx_decoders.evaluation.task_run import AnswerSettings, TextSource
@@ -23,12 +23,12 @@ from eqx_decoders.serving.engine.sampler import SamplingParams
 
 _log = logging.getLogger("eqx_decoders")
 
-DEFAULT_NEW_TOKENS = 256  # lm-eval's `max_gen_toks`
+DEFAULT_NEW_TOKENS = 256  # lm-eval's default of `max_gen_toks`
 
-# lm-eval's names of the maximum length of an answer, the first of which counts.
+# lm-eval's names for the maximum number of generated tokens. The first one that is set is used.
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 KNOWN = {*LENGTHS, "until", "do_sample", "temperature", "top_p", "top_k", "min_p", "max_length"}
-# Values of other settings that do not change the answer.
+# Unsupported settings are accepted with these values, which do not change the result.
 NEUTRAL = {
     **dict.fromkeys(("num_beams", "num_return_sequences", "repetition_penalty", "length_penalty"), 1),
     **dict.fromkeys(("no_repeat_ngram_size", "presence_penalty", "frequency_penalty"), 0),
@@ -38,15 +38,15 @@ NEUTRAL = {
 
 
 class EngineMethods:
-    """Methods of lm-eval's `LM`, each a batch of requests to an engine.
+    """Implementation of the methods of lm-eval's `LM` with an engine.
 
     **Arguments:**
 
     - `text`: model, tokenizer and chat template.
     - `engine`: engine of the model.
     - `name`: name of the model, for lm-eval's caches.
-    - `seed`: seed of the draws of tasks that draw.
-    - `progress`: called as requests end.
+    - `seed`: sampling seed for tasks with sampling.
+    - `progress`: called with the number of newly finished requests.
     """
 
     def __init__(
@@ -59,51 +59,59 @@ class EngineMethods:
         progress: Progress = no_progress,
     ):
         super().__init__()
-        self.text, self.engine, self.name, self.seed, self.progress = text, engine, name, seed, progress
-        self._drawn = 0
-        self._is_templated = False  # lm-eval renders the contexts of all requests, or none
+        self.text = text
+        self.engine = engine
+        self.name = name
+        self.seed = seed
+        self.progress = progress
+        self._num_generated = 0
+        self._is_templated = False  # lm-eval applies the chat template to the contexts of all requests, or of none
 
     @property
     def max_length(self) -> int:
-        """Tokens of a context and its continuation together."""
+        """Maximum number of tokens of a context and its continuation."""
         return self.engine.config.max_length
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return the log-probability of each continuation, and whether the model would have written it."""
+        """Return the log-probability of each continuation, and whether greedy decoding would generate it."""
         pairs = [self.encode_pair(*request.args) for request in requests]
         self._warn_of_long_contexts(len(context) + len(continuation) for context, continuation in pairs)
-        scored = score_continuations(self.engine, pairs, self.progress)
-        results = [(each.logprob, each.is_greedy) for each in scored]
+        likelihoods = score_continuations(self.engine, pairs, self.progress)
+        results = [(likelihood.logprob, likelihood.is_greedy) for likelihood in likelihoods]
         self._cache("loglikelihood", requests, results)
         return results
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each text, in windows as long as the engine has room."""
+        """Return the log-probability of each text, computed in windows of `max_length` tokens."""
         texts = [with_prefix(self.text.tokenizer, self.encode(*request.args, begins=False)) for request in requests]
         results = score_texts(self.engine, texts, progress=self.progress)
         self._cache("loglikelihood_rolling", requests, results)
         return results
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the answer to each context, up to one of the texts `until`."""
-        answers = [self._answer_request(number, *request.args) for number, request in enumerate(requests, self._drawn)]
-        self._drawn += len(answers)
-        self._warn_of_long_contexts(len(answer.prompt) + answer.max_new_tokens for answer in answers)
-        answers = [
-            answer._replace(prompt=answer.prompt[answer.max_new_tokens - self.max_length :]) for answer in answers
+        """Return the completion of each context, up to one of the stop strings `until`."""
+        prepared = [
+            self._completion_request(number, *request.args)
+            for number, request in enumerate(requests, self._num_generated)
         ]
-        results = [answer.text for answer in write_answers(self.text.tokenizer, self.engine, answers, self.progress)]
+        self._num_generated += len(prepared)
+        self._warn_of_long_contexts(len(request.prompt) + request.max_new_tokens for request in prepared)
+        truncated = [
+            request._replace(prompt=request.prompt[request.max_new_tokens - self.max_length :]) for request in prepared
+        ]
+        completions = generate_completions(self.text.tokenizer, self.engine, truncated, self.progress)
+        results = [completion.text for completion in completions]
         self._cache("generate_until", requests, results)
         return results
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return a conversation as the text that the model reads.
+        """Return a conversation rendered by the chat template.
 
-        Without `add_generation_prompt` the text ends with the last message, which is the task's `gen_prefix`, and the
-        model continues the message, as with `continue_final_message` in transformers.
+        Without `add_generation_prompt` the text ends with the content of the last message (the task's `gen_prefix`), so
+        that the model continues it, as with `continue_final_message` in transformers.
         """
         if self.text.chat is None:
-            raise ConfigError("This model has no chat template: leave out --lm-eval-chat.")
+            raise ConfigError("--lm-eval-chat needs a chat template, but the model has none: leave out --lm-eval-chat.")
         self._is_templated = True
         if add_generation_prompt:
             return self.text.chat.render(list(chat_history))
@@ -116,18 +124,19 @@ class EngineMethods:
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer and the chat template, for lm-eval's caches."""
+        """Identifier of the tokenizer and the chat template, for lm-eval's caches."""
         chat = "" if self.text.chat is None else self.text.chat.content_hash
         return "-".join(filter(None, (self.name.replace("/", "__"), self.text.tokenizer.content_hash, chat)))
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what lm-eval writes about the model."""
+        """Return information about the model for lm-eval's results."""
         return {"model": self.name, "model_dtype": str(self.text.model.execution.precision.compute)}
 
     def encode(self, string: str, *, begins: bool = True) -> list[int]:
-        """Encode a text. With `begins`, the tokens that the tokenizer puts before a text (usually bos) are added.
+        """Return the token ids of a text.
 
-        They are not added if the text starts with bos, nor to a rendered conversation, as in training.
+        `begins`: add the tokens that the tokenizer puts before a text (usually BOS). They are not added if the text
+        starts with BOS, nor to a rendered conversation, as in training.
         """
         tokenizer = self.text.tokenizer
         if not isinstance(tokenizer, JsonTokenizer):
@@ -138,7 +147,7 @@ class EngineMethods:
         return tokenizer.encode(string, special=True).tolist()
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Encode `context + continuation`, and split the tokens into a context and a continuation to be scored.
+        """Encode `context + continuation`, and split the token ids into a context and a continuation to be scored.
 
         Whitespace at the end of the context belongs to the continuation, as in lm-eval. The continuation starts at the
         first token that differs from the tokens of the context alone. If the tokenizer merges the end of the context
@@ -187,49 +196,55 @@ class EngineMethods:
             )
         return continuation[:1], continuation[1:]
 
-    def _answer_request(self, number: int, context: str, options: Mapping[str, Any]) -> AnswerRequest:
-        """Return the request for one answer. Its prompt may be too long."""
+    def _completion_request(self, number: int, context: str, options: Mapping[str, Any]) -> CompletionRequest:
+        """Return the request for one completion. Its prompt can be too long."""
         unknown = sorted(
             name
             for name, value in options.items()
             if name not in KNOWN and value is not None and (name not in NEUTRAL or value != NEUTRAL[name])
         )
-        check(not unknown, f"generation_kwargs has {', '.join(unknown)}, which this model does not take: leave it out.")
-        new = int(next((options[name] for name in LENGTHS if options.get(name) is not None), DEFAULT_NEW_TOKENS))
-        rule = f"leaves no room for a prompt in max_length={self.max_length}: raise it"
-        check(new < self.max_length, f"max_gen_toks={new} {rule}.")
+        check(
+            not unknown,
+            f"generation_kwargs of the lm-eval task has {', '.join(unknown)}, which is not supported: leave it out.",
+        )
+        max_new_tokens = int(
+            next((options[name] for name in LENGTHS if options.get(name) is not None), DEFAULT_NEW_TOKENS)
+        )
+        check(
+            max_new_tokens < self.max_length,
+            f"max_gen_toks={max_new_tokens} leaves no room for a prompt in max_length={self.max_length}: increase it.",
+        )
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else list(until)
-        drawn = bool(options.get("do_sample", options.get("temperature", 0.0)))
+        does_sample = bool(options.get("do_sample", options.get("temperature", 0.0)))
         filters = {name: options[name] for name in ("top_k", "top_p", "min_p") if (options.get(name) or 0) > 0}
-        temperature = float(options.get("temperature", 1.0)) if drawn else 0.0
+        temperature = float(options.get("temperature", 1.0)) if does_sample else 0.0
         seed = AnswerSettings(seed=self.seed).sampling("generate_until", number, 0).seed
         first = prefix_id(self.text.tokenizer)
-        return AnswerRequest(
+        special_ids = [token for stop in until if (token := self._special_token(stop)) is not None]
+        return CompletionRequest(
             prompt=tuple(self.encode(context) or ([] if first is None else [first])),
-            max_new_tokens=new,
+            max_new_tokens=max_new_tokens,
             sampling=SamplingParams(temperature=temperature, seed=seed, **filters),
-            stop=tuple(stop for stop in until if stop and self._special(stop) is None),
-            stop_ids=tuple(
-                {*self.text.stop_ids, *(each for stop in until if (each := self._special(stop)) is not None)}
-            ),
+            stop=tuple(stop for stop in until if stop and self._special_token(stop) is None),
+            stop_ids=tuple({*self.text.stop_ids, *special_ids}),
             reasoning=None if self.text.chat is None else reasoning_format(self.text.chat.source),
         )
 
     def _warn_of_long_contexts(self, lengths: Iterable[int]) -> None:
-        """Log how many contexts lose their start. lengths: tokens of each context and what follows it."""
-        cut = [length > self.max_length for length in lengths]
-        if any(cut):
+        """Log how many contexts are truncated. `lengths`: number of tokens of each context and its continuation."""
+        truncated = [length > self.max_length for length in lengths]
+        if any(truncated):
             _log.warning(
-                "lm-eval: %d of %d contexts are cut at the start, because with their continuation or answer they have "
-                "more than max_length=%d tokens. Raise --max-length, or use fewer examples (--fewshot).",
-                sum(cut),
-                len(cut),
+                "lm-eval: %d of %d contexts are truncated on the left, because with their continuation they have more "
+                "than max_length=%d tokens. Increase --max-length, or use fewer examples (--fewshot).",
+                sum(truncated),
+                len(truncated),
                 self.max_length,
             )
 
-    def _special(self, stop: str) -> int | None:
-        """Return the id of a special token with this name, which has no text; None for another text."""
+    def _special_token(self, stop: str) -> int | None:
+        """Return the id of a stop string that is a special token, or None."""
         tokenizer = self.text.tokenizer
         if not isinstance(tokenizer, JsonTokenizer) or stop not in tokenizer.special_names:
             return None
@@ -237,7 +252,7 @@ class EngineMethods:
         return ids[0] if len(ids) == 1 else None
 
     def _cache(self, kind: str, requests: Sequence[Any], results: Sequence[Any]) -> None:
-        """Hand results to lm-eval's cache (`--use_cache`), where it has one."""
+        """Add results to lm-eval's cache (`--use_cache`), if it is enabled."""
         hook: Any = getattr(self, "cache_hook", None)
         if hook is not None:
             for request, result in zip(requests, results, strict=True):
@@ -253,7 +268,7 @@ def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
 def make_lm(text: TextSource, engine: EvaluationEngine, **options: Any) -> Any:
     """Return the model as lm-eval's `LM`, to be passed to `lm_eval.simple_evaluate(model=…, tasks=[…])`.
 
-    `options` are those of `EngineMethods`. Raises MissingPackage without lm-eval.
+    `options`: keyword arguments of `EngineMethods`. Raises MissingPackage if lm-eval is not installed.
     """
     try:
         from lm_eval.api.model import LM
@@ -261,6 +276,6 @@ def make_lm(text: TextSource, engine: EvaluationEngine, **options: Any) -> Any:
         raise missing_package("lm_eval", "lm-eval") from error
 
     class EngineLM(EngineMethods, LM):
-        """Decoder over an engine, as lm-eval's `LM`."""
+        """`LM` of lm-eval that runs an engine."""
 
     return EngineLM(text, engine, **options)

@@ -1,4 +1,4 @@
-"""lm-eval's tasks (extra "lm-eval"): found, run and read; `lm-eval:arc_easy,hellaswag` names two of them."""
+"""Running lm-eval tasks (extra "lm-eval"), such as `lm-eval:arc_easy,hellaswag`, and reading their results."""
 
 import contextlib
 import dataclasses
@@ -26,16 +26,16 @@ PREFIX = "lm-eval:"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HarnessSettings(CheckedFields):
-    """How lm-eval runs its tasks.
+class LMEvalSettings(CheckedFields):
+    """Settings of lm-eval tasks.
 
     **Arguments:**
 
-    - `include_path`: folder of tasks of one's own, YAML files.
-    - `limit`: documents of each task; None: all.
-    - `num_fewshot`: examples before each document; None: as the task says.
-    - `chat`: contexts are messages, by the model's chat template.
-    - `seed`: seed of the choice of examples.
+    - `include_path`: directory with custom lm-eval tasks (YAML files).
+    - `limit`: maximum number of documents per task. None: all.
+    - `num_fewshot`: number of few-shot examples. None: the task's value.
+    - `chat`: apply the model's chat template.
+    - `seed`: seed for the selection of few-shot examples.
     """
 
     include_path: str | None = None
@@ -46,14 +46,14 @@ class HarnessSettings(CheckedFields):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HarnessScores:
-    """Results of one task of lm-eval.
+class LMEvalScores:
+    """Results of one lm-eval task or group of tasks.
 
     **Arguments:**
 
-    - `name`: name of the task, or of a group of tasks.
-    - `metrics`: mean and standard error of each metric, as lm-eval computes them.
-    - `documents`: values of each metric by document, where these are numbers.
+    - `name`: name of the task or group.
+    - `metrics`: mean and standard error of each metric, computed by lm-eval.
+    - `documents`: values of each metric per document, if they are numbers.
     """
 
     name: str
@@ -61,19 +61,19 @@ class HarnessScores:
     documents: Mapping[str, np.ndarray]
 
     def figures(self) -> dict[str, float]:
-        """Return all numbers by name."""
+        """Return all metrics by name."""
         means = {name: score.mean for name, score in self.metrics.items()}
         return means | {f"{name}_error": score.error for name, score in self.metrics.items()}
 
 
 def task_names(specs: Sequence[str]) -> list[str]:
-    """Return the names of lm-eval's tasks among these, `lm-eval:a,b`."""
-    named = [spec.removeprefix(PREFIX) for spec in specs if spec.startswith(PREFIX)]
-    return [name for names in named for name in names.split(",") if name]
+    """Return the names of the lm-eval tasks in `specs`, which have the form `lm-eval:a,b`."""
+    lists = [spec.removeprefix(PREFIX) for spec in specs if spec.startswith(PREFIX)]
+    return [name for names in lists for name in names.split(",") if name]
 
 
-def find_tasks(names: Sequence[str], settings: HarnessSettings) -> Any:
-    """Return lm-eval's manager of tasks. Raises ConfigError for names that it does not know, MissingPackage."""
+def find_tasks(names: Sequence[str], settings: LMEvalSettings) -> Any:
+    """Return lm-eval's task manager. Raises ConfigError for unknown task names, and MissingPackage."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
@@ -83,15 +83,15 @@ def find_tasks(names: Sequence[str], settings: HarnessSettings) -> Any:
         if name not in manager.all_tasks:
             raise ConfigError(
                 f"lm-eval has no task {name!r}.{suggest(name, manager.all_tasks)} `lm-eval ls tasks` lists all tasks; "
-                "include_path is for your own tasks."
+                "include_path adds a directory with custom tasks."
             )
     return manager
 
 
-def run_tasks(lm: Any, names: Sequence[str], settings: HarnessSettings, manager: Any = None) -> list[HarnessScores]:
-    """Run lm-eval's tasks on a model (see `make_lm`); return the results of each task and group.
+def run_tasks(lm: Any, names: Sequence[str], settings: LMEvalSettings, manager: Any = None) -> list[LMEvalScores]:
+    """Run lm-eval tasks with a model (see `make_lm`), and return the results of each task and group.
 
-    Raises DataError with lm-eval's error where a task cannot be run, as one whose data cannot be downloaded.
+    Raises DataError with lm-eval's message if a task fails, for example because its data cannot be downloaded.
     """
     manager = find_tasks(names, settings) if manager is None else manager
     import lm_eval
@@ -102,22 +102,22 @@ def run_tasks(lm: Any, names: Sequence[str], settings: HarnessSettings, manager:
     seeds = dict.fromkeys(
         ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), settings.seed
     )
-    with own_random_numbers():
+    with preserved_random_state():
         try:
             evaluated: Any = evaluate(model=lm, tasks=list(names), **options, **seeds)
         except EqxDecodersError:
             raise
         except Exception as error:
             text = " ".join(str(error).split())[:400]
-            raise DataError(f"lm-eval can't run {', '.join(names)}: {type(error).__name__}: {text}") from error
+            raise DataError(f"lm-eval failed to run {', '.join(names)}: {type(error).__name__}: {text}") from error
     assert evaluated is not None
     results: dict[str, Any] = {**evaluated["results"], **evaluated.get("groups", {})}
     return [_scores(name, values, evaluated["samples"].get(name, [])) for name, values in results.items()]
 
 
 @contextlib.contextmanager
-def own_random_numbers() -> Iterator[None]:
-    """Leave the random numbers of `random` and NumPy as they were: lm-eval seeds them."""
+def preserved_random_state() -> Iterator[None]:
+    """Restore the random states of `random` and NumPy on exit, because lm-eval seeds them."""
     state, numpy_state = random.getstate(), np.random.get_state()
     try:
         yield
@@ -126,8 +126,8 @@ def own_random_numbers() -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
-def _scores(name: str, values: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> HarnessScores:
-    """Return the results of a task; lm-eval names them `metric,filter`."""
+def _scores(name: str, values: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> LMEvalScores:
+    """Return the results of a task. The keys of lm-eval's results have the form `metric,filter`."""
     metrics: dict[str, MeanScore] = {}
     documents: dict[str, np.ndarray] = {}
     for key, value in values.items():
@@ -145,4 +145,4 @@ def _scores(name: str, values: Mapping[str, Any], samples: Sequence[Mapping[str,
         metrics[shown] = MeanScore(float(value), float(error) if isinstance(error, int | float) else math.nan, count)
         if by_document:
             documents[shown] = np.asarray([by_document[key] for key in sorted(by_document)], np.float64)
-    return HarnessScores(name=name, metrics=metrics, documents=documents)
+    return LMEvalScores(name=name, metrics=metrics, documents=documents)

@@ -1,11 +1,11 @@
-"""Tables of evaluations, for people: of one model, and of two side by side."""
+"""Tables of the results of one model, and of two models compared."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from eqx_decoders.errors import DataError
-from eqx_decoders.evaluation.lm_eval_tasks import HarnessScores
+from eqx_decoders.evaluation.lm_eval_tasks import LMEvalScores
 from eqx_decoders.evaluation.statistics import (
     MeanScore,
     mean_over_prompts,
@@ -17,45 +17,44 @@ from eqx_decoders.evaluation.task_scores import TaskScores
 from eqx_decoders.evaluation.text_sets import TextScores
 
 
-Scores = TaskScores | TextScores | HarnessScores
+Scores = TaskScores | TextScores | LMEvalScores
 
-ENDS = {"stop_token": "token", "stop_string": "text", "length": "length"}
+END_REASONS = {"stop_token": "token", "stop_string": "text", "length": "length"}
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows, the first of which is the head, as the lines of a Markdown table; numbers stand right."""
+    """Return the lines of a Markdown table, given its header and rows. Columns after the first are right-aligned."""
     widths = [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [" | ".join(map(_fitted, row, widths, range(len(row)))) for row in rows]
+    lines = [" | ".join(map(_aligned, row, widths, range(len(row)))) for row in rows]
     rule = "|".join("-" * (width + 2) if at == 0 else "-" * (width + 1) + ":" for at, width in enumerate(widths))
     return [f"| {lines[0]} |", f"|{rule}|", *(f"| {line} |" for line in lines[1:])]
 
 
-def _fitted(cell: str, width: int, at: int) -> str:
-    return cell.ljust(width) if at == 0 else cell.rjust(width)
+def _aligned(cell: str, width: int, column: int) -> str:
+    return cell.ljust(width) if column == 0 else cell.rjust(width)
 
 
 def describe(results: Sequence[Scores], pass_at: Sequence[int] = ()) -> list[str]:
-    """Return the tables of a model's results: of tasks, of texts, and of lm-eval's tasks."""
-    tasks = [each for each in results if isinstance(each, TaskScores)]
-    texts = [each for each in results if isinstance(each, TextScores)]
-    harness = [each for each in results if isinstance(each, HarnessScores)]
-    tables = [_tasks(tasks, pass_at)] if tasks else []
-    tables += [_texts(texts)] if texts else []
-    tables += [_harness(harness)] if harness else []
+    """Return the tables of a model's results: custom tasks, texts, and lm-eval tasks."""
+    tasks = [scores for scores in results if isinstance(scores, TaskScores)]
+    texts = [scores for scores in results if isinstance(scores, TextScores)]
+    lm_eval_tasks = [scores for scores in results if isinstance(scores, LMEvalScores)]
+    tables = [_tasks_table(tasks, pass_at)] if tasks else []
+    tables += [_texts_table(texts)] if texts else []
+    tables += [_lm_eval_table(lm_eval_tasks)] if lm_eval_tasks else []
     lines = [line for table in tables for line in [*format_table(table), ""]]
-    return lines + [line for each in tasks for line in _notes(each)]
+    return lines + [line for task in tasks for line in _notes(task)]
 
 
-def _tasks(tasks: Sequence[TaskScores], pass_at: Sequence[int]) -> list[list[str]]:
+def _tasks_table(tasks: Sequence[TaskScores], pass_at: Sequence[int]) -> list[list[str]]:
     head = ["task", "prompts", "score", *(f"pass@{k}" for k in pass_at)]
-    rows = [[*head, "truncated", "tokens: mean", "most", "right", "wrong", "ends"]]
-    for each in tasks:
-        lengths = [f"{value:.0f}" if value == value else "-" for value in each.lengths().values()]
-        ends = ", ".join(f"{ENDS[name]} {share:.0%}" for name, share in each.ends.items())
-        numbers = [str(len(each.answers)), str(each.score), *(str(each.pass_at(k)) for k in pass_at)]
-        mean, most, right, wrong = lengths
-        rows.append([each.name, *numbers, f"{each.truncated:.1%}", mean, most, right, wrong, ends])
-        rows += [["  " + name, "", str(column), *[""] * (len(pass_at) + 6)] for name, column in _columns(each)]
+    rows = [[*head, "truncated", "tokens: mean", "max", "correct", "incorrect", "end reasons"]]
+    for task in tasks:
+        lengths = [f"{value:.0f}" if value == value else "-" for value in task.lengths().values()]
+        ends = ", ".join(f"{END_REASONS[name]} {fraction:.0%}" for name, fraction in task.end_reasons.items())
+        numbers = [str(len(task.completions)), str(task.score), *(str(task.pass_at(k)) for k in pass_at)]
+        rows.append([task.name, *numbers, f"{task.truncated:.1%}", *lengths, ends])
+        rows += [["  " + name, "", str(column), *[""] * (len(pass_at) + 6)] for name, column in _columns(task)]
     return rows
 
 
@@ -63,68 +62,71 @@ def _columns(task: TaskScores) -> list[tuple[str, MeanScore]]:
     return [(name, mean_over_prompts(task.column(name))) for name in task.columns[1:]]
 
 
-def _texts(texts: Sequence[TextScores]) -> list[list[str]]:
+def _texts_table(results: Sequence[TextScores]) -> list[list[str]]:
     rows = [["text", "texts", "bytes", "tokens", "bits per byte", "perplexity per token"]]
-    for each in texts:
-        sizes = [len(each.nats), int(each.num_bytes.sum()), int(each.num_tokens.sum())]
-        rows.append([each.name, *(f"{size:,}" for size in sizes), str(each.bits_per_byte), f"{each.perplexity:.3f}"])
+    for scores in results:
+        sizes = [len(scores.nats), int(scores.num_bytes.sum()), int(scores.num_tokens.sum())]
+        values = [str(scores.bits_per_byte), f"{scores.perplexity:.3f}"]
+        rows.append([scores.name, *(f"{size:,}" for size in sizes), *values])
     return rows
 
 
-def _harness(results: Sequence[HarnessScores]) -> list[list[str]]:
+def _lm_eval_table(results: Sequence[LMEvalScores]) -> list[list[str]]:
     rows = [["lm-eval", "metric", "value"]]
-    for each in results:
-        rows += [[each.name, name, str(score)] for name, score in each.metrics.items()]
+    for scores in results:
+        rows += [[scores.name, name, str(score)] for name, score in scores.metrics.items()]
     return rows
 
 
 def _notes(task: TaskScores) -> list[str]:
-    """Return what a reader of the score must know."""
+    """Return notes about completions without a grade."""
     lines = []
-    if task.unjudged:
-        lines.append(f"{task.name}: {task.unjudged:.1%} of the answers could not be judged; they are in no mean.")
+    if task.ungraded:
+        lines.append(
+            f"{task.name}: {task.ungraded:.1%} of the completions have no grade, and are left out of the means."
+        )
     if task.failures:
-        lines.append(f"{task.name}: the grade failed for {len(task.failures)} answers; {task.failures[0]}")
+        lines.append(f"{task.name}: the grade function failed for {len(task.failures)} completions; {task.failures[0]}")
     return lines
 
 
 def compare(first: Sequence[Scores], second: Sequence[Scores], names: tuple[str, str]) -> list[str]:
-    """Return the table of two models over the same prompts: both scores, their paired difference, and who wins."""
-    head = ["task", *names, "difference", "wins", "ties", "losses", "p"]
-    rows = [head]
-    for one, other in zip(first, second, strict=True):
-        rows += _compared(one, other)
+    """Return a table that compares two models: scores, paired difference, and numbers of prompts won."""
+    rows = [["task", *names, "difference", "wins", "ties", "losses", "p"]]
+    for first_scores, second_scores in zip(first, second, strict=True):
+        rows += _compared(first_scores, second_scores)
     return format_table(rows) if len(rows) > 1 else []
 
 
-def _compared(one: Scores, other: Scores) -> list[list[str]]:
-    if isinstance(one, TaskScores) and isinstance(other, TaskScores):
-        return [[one.name, str(one.score), str(other.score), *_paired(one.prompt_scores, other.prompt_scores)]]
-    if isinstance(one, TextScores) and isinstance(other, TextScores):
-        difference = ratio_of_sums((one.nats - other.nats) / np.log(2), one.num_bytes)
-        wins = _wins(-one.nats, -other.nats)  # fewer bits are better
-        return [[f"{one.name} (bits)", str(one.bits_per_byte), str(other.bits_per_byte), _signed(difference), *wins]]
-    if not (isinstance(one, HarnessScores) and isinstance(other, HarnessScores)):
+def _compared(first: Scores, second: Scores) -> list[list[str]]:
+    if isinstance(first, TaskScores) and isinstance(second, TaskScores):
+        return [[first.name, str(first.score), str(second.score), *_paired(first.prompt_scores, second.prompt_scores)]]
+    if isinstance(first, TextScores) and isinstance(second, TextScores):
+        difference = ratio_of_sums((first.nats - second.nats) / np.log(2), first.num_bytes)
+        bits = [str(first.bits_per_byte), str(second.bits_per_byte)]
+        wins = _wins(-first.nats, -second.nats)  # fewer bits are better
+        return [[f"{first.name} (bits)", *bits, _signed(difference), *wins]]
+    if not (isinstance(first, LMEvalScores) and isinstance(second, LMEvalScores)):
         raise DataError(
-            f"task {one.name!r}: the scores of the two models are {type(one).__name__} and {type(other).__name__}. "
-            "Compare models that were evaluated on the same tasks."
+            f"task {first.name!r}: the models have scores of the kinds {type(first).__name__} and "
+            f"{type(second).__name__}. Compare models that were evaluated on the same tasks."
         )
     rows = []
-    for name, score in one.metrics.items():
-        values = [each.documents.get(name) for each in (one, other)]
+    for name, score in first.metrics.items():
+        values = [scores.documents.get(name) for scores in (first, second)]
         cells = ["", "", "", "", ""]
         if values[0] is not None and values[1] is not None and len(values[0]) == len(values[1]):
             cells = _paired(values[0], values[1])
-        rows.append([f"{one.name} {name}", str(score), str(other.metrics[name]), *cells])
+        rows.append([f"{first.name} {name}", str(score), str(second.metrics[name]), *cells])
     return rows
 
 
-def _paired(one: np.ndarray, other: np.ndarray) -> list[str]:
-    return [_signed(paired_difference(one, other)), *_wins(one, other)]
+def _paired(first: np.ndarray, second: np.ndarray) -> list[str]:
+    return [_signed(paired_difference(first, second)), *_wins(first, second)]
 
 
-def _wins(one: np.ndarray, other: np.ndarray) -> list[str]:
-    counts = win_counts(one, other)
+def _wins(first: np.ndarray, second: np.ndarray) -> list[str]:
+    counts = win_counts(first, second)
     return [str(counts.wins), str(counts.ties), str(counts.losses), f"{counts.p_value:.3f}"]
 
 

@@ -1,8 +1,9 @@
-"""Log-probabilities of given tokens, scored by an engine: continuations of contexts, and whole texts by windows.
+"""Log-probabilities of given tokens, computed by an engine: continuations of contexts, and texts in windows.
 
-The last token of a continuation is forced by a bias, and reported with the log-probability that the model itself gives
-it. So continuations of one token are answers to one prompt, which is computed once; of longer ones the blocks of the
-context are computed once, and products with the vocabulary are those of the continuation alone.
+A request for a continuation has all tokens except the last one as its prompt, and a logit bias that makes the last
+token certain; its raw log-probability is returned. Continuations of one token therefore share one prompt, which is
+prefilled once. Longer continuations share the cached blocks of their context, and logits are computed for the
+continuation only.
 """
 
 import math
@@ -15,13 +16,13 @@ from eqx_decoders.serving.engine.request import Request, RequestOutput
 from eqx_decoders.serving.engine.sampler import SamplingParams, TokenScore
 
 
-FORCED = 1e9  # added to the logit of the token that must follow
+FORCING_BIAS = 1e9  # logit bias of the last token of a continuation
 
 Tokens = Sequence[int]
 
 
 class Likelihood(NamedTuple):
-    """Log-probability of a continuation, and whether each of its tokens is the most likely one."""
+    """Log-probability of a continuation, and whether greedy decoding would generate it."""
 
     logprob: float
     is_greedy: bool
@@ -30,10 +31,10 @@ class Likelihood(NamedTuple):
 def score_continuations(
     engine: EvaluationEngine, pairs: Sequence[tuple[Tokens, Tokens]], progress: Progress = no_progress
 ) -> list[Likelihood]:
-    """Return `log p(continuation | context)` of each pair of token ids. Pairs with equal contexts should be adjacent.
+    """Return `log p(continuation | context)` for pairs of token ids. Pairs with equal contexts should be adjacent.
 
-    Contexts that are too long are cut at the start. Raises ConfigError for a continuation that is too long, and for a
-    context or continuation without tokens. A sum over no tokens would be 0, the best possible score.
+    Contexts that are too long are truncated on the left. Raises ConfigError for a continuation that is too long, and
+    for a context or continuation without tokens, because the sum over no tokens would be 0, the best possible score.
     """
     for number, (context, continuation) in enumerate(pairs):
         if len(context) == 0 or len(continuation) == 0:
@@ -44,24 +45,26 @@ def score_continuations(
             )
     likelihoods: dict[int, Likelihood] = {}
 
-    def take(number: int, output: RequestOutput) -> bool:
+    def on_output(number: int, output: RequestOutput) -> bool:
         likelihoods[number] = _likelihood(output, pairs[number][1])
         return True
 
     requests = (_request(context, continuation, engine.config.max_length) for context, continuation in pairs)
-    run_requests(engine, requests, take, progress)
+    run_requests(engine, requests, on_output, progress)
     return [likelihoods[number] for number in range(len(pairs))]
 
 
-def _request(context: Tokens, continuation: Tokens, most: int) -> Request:
+def _request(context: Tokens, continuation: Tokens, max_length: int) -> Request:
     count = len(continuation)
-    rule = f"which leave no context in max_length={most}: raise it"
-    check(count < most, f"a continuation has {count} tokens, {rule}.")
-    tokens = (*context, *continuation)[-most:]
+    check(
+        count < max_length,
+        f"a continuation has {count} tokens, which leaves no room for context in max_length={max_length}: increase it.",
+    )
+    tokens = (*context, *continuation)[-max_length:]
     return Request(
         prompt=tokens[:-1],
         max_new_tokens=1,
-        sampling=SamplingParams(logit_bias=((int(tokens[-1]), FORCED),)),
+        sampling=SamplingParams(logit_bias=((int(tokens[-1]), FORCING_BIAS),)),
         logprobs=1,
         prompt_logprobs=1 if count > 1 else None,
         prompt_logprobs_from=len(tokens) - count if count > 1 else 1,
@@ -71,22 +74,25 @@ def _request(context: Tokens, continuation: Tokens, most: int) -> Request:
 def _likelihood(output: RequestOutput, continuation: Tokens) -> Likelihood:
     scores: tuple[TokenScore, ...] = (*output.prompt_scores, *output.scores)
     if [score.token for score in scores] != list(continuation):
-        raise RuntimeError("The engine scored other tokens than those of the continuation.")
+        raise RuntimeError("The engine returned scores of tokens that are not in the continuation.")
     greedy = all(score.top[0][0] == score.token for score in scores)
     return Likelihood(math.fsum(score.logprob for score in scores), greedy)
 
 
 def rolling_windows(count: int, window: int, context: int = 1) -> Iterator[tuple[int, int, int]]:
-    """Yield `begin, first, stop` of windows that score tokens 1 to count - 1 of a text once each.
+    """Yield windows `(begin, first, stop)` that together score each token of a text except the first one once.
 
-    A window holds the tokens [begin, stop), at most `window`, and scores those from `first` on, with as much before
-    them as fits; each window but the first has at least `context` tokens before the first that it scores. These are
-    the windows of lm-eval's `get_rolling_token_windows`.
+    A window contains the tokens `begin:stop`, at most `window` tokens, and scores the tokens `first:stop`. Each window
+    except the first has at least `context` tokens before the first scored token. The windows equal those of lm-eval's
+    `get_rolling_token_windows`.
 
-    Raises ConfigError for a context that leaves nothing to score.
+    Raises ConfigError if `context` leaves no room for scored tokens.
     """
-    rule = f"must leave room in windows of {window} tokens: lower it, or raise max_length"
-    check(1 <= context < window, f"a context of {context} tokens {rule}.")
+    check(
+        1 <= context < window,
+        f"text_context={context} must be from 1 to {window - 1}, because windows have {window} tokens: decrease it, or "
+        f"increase max_length.",
+    )
     first = 1
     while first < count:
         stop = min(count, window if first == 1 else first + window - context)
@@ -97,9 +103,9 @@ def rolling_windows(count: int, window: int, context: int = 1) -> Iterator[tuple
 def score_texts(
     engine: EvaluationEngine, texts: Sequence[Tokens], context: int = 1, progress: Progress = no_progress
 ) -> list[float]:
-    """Return the sum of the log-probs of each text's tokens without its first token (see `rolling_windows`).
+    """Return the log-probability of each text, summed over all tokens except the first one (see `rolling_windows`).
 
-    The result is 0 for a text of a single token, such as an empty document after bos. Raises ConfigError for a text
+    The result is 0 for a text of one token, such as an empty document with a BOS token. Raises ConfigError for a text
     without tokens.
     """
     pairs: list[tuple[Tokens, Tokens]] = []

@@ -1,4 +1,4 @@
-"""Tasks that a model is measured on again and again, while its weights change: a held-out evaluation of a run."""
+"""`TaskEvaluator`: evaluates tasks repeatedly during a training run, with the current weights."""
 
 import dataclasses
 import hashlib
@@ -9,8 +9,8 @@ from eqx_decoders.errors import check
 from eqx_decoders.evaluation.engine_requests import EvaluationEngine, Progress, no_progress
 from eqx_decoders.evaluation.lm_eval_tasks import (
     PREFIX,
-    HarnessScores,
-    HarnessSettings,
+    LMEvalScores,
+    LMEvalSettings,
     find_tasks,
     run_tasks,
     task_names,
@@ -19,8 +19,8 @@ from eqx_decoders.evaluation.task import LoadedTask, load_task
 from eqx_decoders.evaluation.task_run import (
     AnswerSettings,
     TextSource,
-    answer_requests,
-    default_chunk,
+    completion_requests,
+    default_prefill_chunk,
     evaluate_task,
     make_engine,
 )
@@ -29,53 +29,54 @@ from eqx_decoders.io.processes import check_same
 from eqx_decoders.serving.engine.config import EngineConfig, EngineLimits
 
 
-MAX_LENGTH = 2048  # tokens of a document of lm-eval with its continuation
+MAX_LENGTH = 2048  # maximum tokens of a context and its continuation in lm-eval tasks
 
 
 class TaskResults(NamedTuple):
-    """Scores of tasks."""
+    """Scores of several tasks."""
 
-    scores: Sequence[TaskScores | HarnessScores]
+    scores: Sequence[TaskScores | LMEvalScores]
 
     def figures(self) -> dict[str, float]:
-        """Return all numbers by name: `gsm8k`, `gsm8k/error`, `gsm8k/truncated`, `arc_easy/acc`, …"""
+        """Return all metrics by name: `gsm8k`, `gsm8k/error`, `gsm8k/truncated`, `arc_easy/acc`, …"""
         figures: dict[str, float] = {}
-        for each in self.scores:
-            if isinstance(each, TaskScores):
-                figures[each.name] = each.score.mean
-                numbers = each.figures()
-                more = {"error": numbers["score_error"], "length": numbers["mean_length"]}
-                more |= {name: numbers[name] for name in ("truncated", "unjudged", *each.columns[1:])}
+        for task in self.scores:
+            if isinstance(task, TaskScores):
+                figures[task.name] = task.score.mean
+                numbers = task.figures()
+                metrics = {"error": numbers["score_error"], "length": numbers["mean_length"]}
+                metrics |= {name: numbers[name] for name in ("truncated", "ungraded", *task.columns[1:])}
             else:
-                more = {name: score.mean for name, score in each.metrics.items()}
-            figures |= {f"{each.name}/{name}": value for name, value in more.items()}
+                metrics = {name: score.mean for name, score in task.metrics.items()}
+            figures |= {f"{task.name}/{name}": value for name, value in metrics.items()}
         return figures
 
     def lines(self) -> list[str]:
-        """Return a line about each score: `gsm8k 0.4231 ± 0.0137, 2.1% truncated`."""
+        """Return one line per score, such as `gsm8k 0.4231 ± 0.0137, 2.1% truncated`."""
         lines = []
-        for each in self.scores:
-            if isinstance(each, TaskScores):
-                lines.append(f"{each.name} {each.score}, {each.truncated:.1%} truncated")
+        for task in self.scores:
+            if isinstance(task, TaskScores):
+                lines.append(f"{task.name} {task.score}, {task.truncated:.1%} truncated")
             else:
-                lines += [f"{each.name} {name} {score}" for name, score in each.metrics.items()]
+                lines += [f"{task.name} {name} {score}" for name, score in task.metrics.items()]
         return lines
 
 
 @dataclasses.dataclass(kw_only=True)
 class TaskEvaluator:
-    """Tasks, and the engine that answers them, whose programs are compiled once for all weights of one model.
+    """Tasks and an engine, whose programs are compiled once and used for all weights of one model.
 
     **Arguments:**
 
-    - `tasks`: tasks of one's own.
-    - `harness`: names of lm-eval's tasks, and `manager`, where it finds them.
-    - `settings`: how answers are drawn and graded.
+    - `tasks`: custom tasks.
+    - `lm_eval_tasks`: names of lm-eval tasks.
+    - `manager`: lm-eval's task manager. None: no lm-eval tasks.
+    - `settings`: settings for generation and grading.
     - `limits`: limits of the engine.
     """
 
     tasks: Sequence[LoadedTask]
-    harness: Sequence[str]
+    lm_eval_tasks: Sequence[str]
     manager: Any
     settings: AnswerSettings
     limits: EngineLimits
@@ -85,37 +86,40 @@ class TaskEvaluator:
     def create(
         cls, specs: Sequence[str], text: TextSource, settings: AnswerSettings = AnswerSettings(), *, flag: str = "tasks"
     ) -> "TaskEvaluator":
-        """Load tasks, `file.py:name` or `lm-eval:name`, for a model, which may have shapes in place of arrays.
+        """Load tasks (`file.py:name` or `lm-eval:name`) for a model, which can have shapes instead of arrays.
 
-        Raises ConfigError and DataError for tasks that cannot be loaded, for those that the model cannot answer, and
-        for others than those of the first process: all compute the answers together.
+        Raises ConfigError and DataError for tasks that cannot be loaded or do not fit the model, and for tasks that
+        differ between processes, because all processes generate the completions together.
         """
         tasks = [load_task(spec, flag=flag) for spec in specs if not spec.startswith(PREFIX)]
-        harness = task_names(specs)
-        names = [*(task.name for task in tasks), *harness]
+        lm_eval_tasks = task_names(specs)
+        names = [*(task.name for task in tasks), *lm_eval_tasks]
         check(len(set(names)) == len(names), f"{flag} has {', '.join(names)}: give each name once.")
         once = dataclasses.replace(settings, samples=1, pass_at=())
-        requests = [request for task in tasks for request in answer_requests(text, task, once)]
+        requests = [request for task in tasks for request in completion_requests(text, task, once)]
         prompts = hashlib.blake2b(repr([request.prompt for request in requests]).encode(), digest_size=16)
-        check_same("the examples of tasks", prompts.hexdigest(), "they must not depend on chance, or on the machine")
+        check_same("the examples of tasks", prompts.hexdigest(), "they must not be random or depend on the machine")
         lengths = [len(request.prompt) + request.max_new_tokens for request in requests]
-        lengths += [min(MAX_LENGTH, text.model.trained_positions or MAX_LENGTH)] if harness else []
-        limits = EngineLimits(max_length=max(lengths), prefill_chunk=default_chunk(text))
+        lengths += [min(MAX_LENGTH, text.model.trained_positions or MAX_LENGTH)] if lm_eval_tasks else []
+        limits = EngineLimits(max_length=max(lengths), prefill_chunk=default_prefill_chunk(text))
         EngineConfig(max_length=limits.max_length).check_model(text.model)
-        manager = find_tasks(harness, HarnessSettings()) if harness else None
-        return cls(tasks=tasks, harness=harness, manager=manager, settings=settings, limits=limits)
+        manager = find_tasks(lm_eval_tasks, LMEvalSettings()) if lm_eval_tasks else None
+        return cls(tasks=tasks, lm_eval_tasks=lm_eval_tasks, manager=manager, settings=settings, limits=limits)
 
     def evaluate(
         self, text: TextSource, *, examples: int | None = None, progress: Progress = no_progress
     ) -> TaskResults:
-        """Measure a model on the first `examples` of each task (None: all of them); its weights are not kept."""
+        """Evaluate a model on the first `examples` examples of each task (None: all).
+
+        Its weights are released after.
+        """
         engine = self._engine_of(text)
         try:
-            results: list[TaskScores | HarnessScores] = []
+            results: list[TaskScores | LMEvalScores] = []
             for task in self.tasks:
                 part = dataclasses.replace(task, examples=task.examples[:examples])
                 results.append(evaluate_task(text, engine, part, self.settings, progress))
-            return TaskResults([*results, *self._evaluate_harness(text, engine, examples, progress)])
+            return TaskResults([*results, *self._evaluate_lm_eval(text, engine, examples, progress)])
         except BaseException:
             self._engine = None
             raise
@@ -124,20 +128,20 @@ class TaskEvaluator:
             engine.release()
 
     def _engine_of(self, text: TextSource) -> Any:
-        """Return the engine with the weights of this model."""
+        """Return the engine with the weights of a model."""
         if self._engine is None:
             self._engine = make_engine(text, self.limits)
         else:
             self._engine.load(text.model)
         return self._engine
 
-    def _evaluate_harness(
+    def _evaluate_lm_eval(
         self, text: TextSource, engine: EvaluationEngine, examples: int | None, progress: Progress
-    ) -> list[HarnessScores]:
-        if not self.harness:
+    ) -> list[LMEvalScores]:
+        if not self.lm_eval_tasks:
             return []
         from eqx_decoders.evaluation.lm_eval_model import make_lm
 
-        settings = HarnessSettings(limit=examples, seed=self.settings.seed)
+        settings = LMEvalSettings(limit=examples, seed=self.settings.seed)
         lm = make_lm(text, engine, seed=self.settings.seed, progress=progress)
-        return run_tasks(lm, self.harness, settings, self.manager)
+        return run_tasks(lm, self.lm_eval_tasks, settings, self.manager)

@@ -1,4 +1,4 @@
-"""A model on tasks: it answers their examples, and the answers are graded."""
+"""`evaluate_task`: generates completions for the examples of a task, and grades them."""
 
 import dataclasses
 import hashlib
@@ -12,13 +12,13 @@ from eqx_decoders.core.sampling import Probability
 from eqx_decoders.data.sources.documents import template_variables
 from eqx_decoders.errors import CheckedFields, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check
 from eqx_decoders.evaluation.engine_requests import (
-    AnswerRequest,
+    CompletionRequest,
     EvaluationEngine,
     Progress,
+    generate_completions,
     no_progress,
-    write_answers,
 )
-from eqx_decoders.evaluation.grading import Grade, grade_answers
+from eqx_decoders.evaluation.grading import Grade, grade_completions
 from eqx_decoders.evaluation.task import LoadedTask
 from eqx_decoders.evaluation.task_scores import TaskScores
 from eqx_decoders.io.text.answers.formats import reasoning_format
@@ -30,7 +30,7 @@ from eqx_decoders.serving.engine.sampler import SamplingParams
 
 @runtime_checkable
 class TextSource(Protocol):
-    """What evaluations need of a `TextModel`."""
+    """The part of the interface of `TextModel` that evaluations use."""
 
     @property
     def model(self) -> Any: ...
@@ -48,7 +48,7 @@ class TextSource(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerSettings(CheckedFields):
-    """How the answers to a task's examples are drawn and graded."""
+    """Settings for generating and grading the completions of a task."""
 
     checked_name = ""
 
@@ -74,75 +74,90 @@ class AnswerSettings(CheckedFields):
 
     def __post_init__(self):
         super().__post_init__()
-        many = f"samples={self.samples} with temperature={self.temperature} are the same answer {self.samples} times"
-        check(self.samples == 1 or self.drawn_at > 0, f"{many}: give a temperature above 0, or one sample.")
+        check(
+            self.samples == 1 or self.sampling_temperature > 0,
+            f"samples={self.samples} with temperature={self.temperature} would generate the same completion "
+            f"{self.samples} times: set a temperature above 0, or samples=1.",
+        )
         for k in self.pass_at:
-            check(k <= self.samples, f"pass_at={k} needs samples={k} at least, and there are {self.samples}.")
+            check(
+                k <= self.samples,
+                f"pass_at={k} needs at least samples={k}, but samples={self.samples}: increase samples.",
+            )
 
     @property
-    def drawn_at(self) -> float:
-        """Temperature of the draws."""
+    def sampling_temperature(self) -> float:
+        """Sampling temperature, with the default filled in."""
         return self.temperature if self.temperature is not None else float(self.samples > 1)
 
     @property
-    def ks(self) -> tuple[int, ...]:
-        """Numbers k of pass@k that are reported."""
+    def reported_ks(self) -> tuple[int, ...]:
+        """Values k of pass@k that are reported."""
         powers = (2**power for power in range(self.samples.bit_length()))
         return self.pass_at or tuple(k for k in powers if k < self.samples)
 
     def sampling(self, task: str, example: int, sample: int) -> SamplingParams:
-        """Return the sampling parameters of one answer."""
-        names = json.dumps([self.seed, task, example, sample]).encode()
-        seed = int.from_bytes(hashlib.blake2b(names, digest_size=7).digest(), "big")
-        return SamplingParams(temperature=self.drawn_at, top_k=self.top_k, top_p=self.top_p, seed=seed)
+        """Return the sampling parameters of one completion."""
+        identity = json.dumps([self.seed, task, example, sample]).encode()
+        seed = int.from_bytes(hashlib.blake2b(identity, digest_size=7).digest(), "big")
+        return SamplingParams(temperature=self.sampling_temperature, top_k=self.top_k, top_p=self.top_p, seed=seed)
 
 
-def default_chunk(text: TextSource) -> int:
-    """Return the prompt tokens that an evaluation computes at once: few on CPUs, where that costs nothing, so that
-    continuations share more of their context.
+def default_prefill_chunk(text: TextSource) -> int:
+    """Return the default size of prefill chunks.
+
+    Small chunks let continuations share more of their context. They cost nothing on CPUs.
     """
     return 32 if text.model.execution.layout.backend.active_rows_only else EngineLimits.prefill_chunk
 
 
 def make_engine(text: TextSource, limits: EngineLimits) -> Any:
-    """Make an `Engine` that answers and scores: it reports the most likely token, and takes one bias of a request."""
+    """Return an `Engine` for generation and scoring: with one logprob per token and one logit bias per request."""
     from eqx_decoders.serving.engine.engine import Engine
 
     fields = {field.name: getattr(limits, field.name) for field in dataclasses.fields(EngineLimits)}
     return Engine(text.model, EngineConfig(**fields, max_logprobs=1, max_logit_bias=1))
 
 
-def answer_requests(text: TextSource, task: LoadedTask, settings: AnswerSettings) -> list[AnswerRequest]:
-    """Return the requests for all answers to a task's examples, those to one example one after the other."""
+def completion_requests(text: TextSource, task: LoadedTask, settings: AnswerSettings) -> list[CompletionRequest]:
+    """Return the requests for all completions of a task, in the order of the examples, then of the samples."""
     prompts: list[Any] = [example.get("messages") or example["prompt"] for example in task.examples]
     if text.chat is not None and task.task.chat:
-        prompts = [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in prompts]
-    conversations = not all(isinstance(one, str) for one in prompts)
-    rule = "and this model has no chat template: give a prompt in their place"
-    check(text.chat is not None or not conversations, f"task {task.name!r} has examples with messages, {rule}.")
+        prompts = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
+    check(
+        text.chat is not None or all(isinstance(prompt, str) for prompt in prompts),
+        f"task {task.name!r} has examples with messages, but the model has no chat template: use the field 'prompt'.",
+    )
     variables = [
         template_variables(example, f"task {task.name!r}, example {number}") if example.get("messages") else {}
         for number, example in enumerate(task.examples, 1)
     ]
-    new, stop = settings.max_new_tokens or task.task.max_new_tokens, task.task.stop
     reasoning = None if text.chat is None else reasoning_format(text.chat.source)
     return [
-        AnswerRequest(
-            tuple(ids.tolist()), new, settings.sampling(task.name, number, sample), stop, text.stop_ids, reasoning
+        CompletionRequest(
+            prompt=tuple(ids.tolist()),
+            max_new_tokens=settings.max_new_tokens or task.task.max_new_tokens,
+            sampling=settings.sampling(task.name, number, sample),
+            stop=task.task.stop,
+            stop_ids=text.stop_ids,
+            reasoning=reasoning,
         )
         for number, ids in enumerate(text.encode_many(prompts, variables))
         for sample in range(settings.samples)
     ]
 
 
-def check_lengths(task: LoadedTask, requests: Sequence[AnswerRequest], max_length: int) -> None:
-    """Raise ConfigError for an example whose prompt and answer exceed `max_length` tokens."""
+def check_lengths(task: LoadedTask, requests: Sequence[CompletionRequest], max_length: int) -> None:
+    """Raise ConfigError for an example whose prompt and completion exceed `max_length` tokens."""
     samples = len(requests) // len(task.examples)
-    for number, each in enumerate(requests):
-        text = f"task {task.name!r}, example {number // samples + 1}: its prompt has {len(each.prompt)} tokens"
-        rule = f"more than max_length={max_length}. Raise it, or lower max_new_tokens"
-        fits = len(each.prompt) + each.max_new_tokens <= max_length
-        check(fits, f"{text}, with max_new_tokens={each.max_new_tokens} {rule}.")
+    for index, request in enumerate(requests):
+        check(
+            len(request.prompt) + request.max_new_tokens <= max_length,
+            f"task {task.name!r}, example {index // samples + 1}: the prompt has {len(request.prompt)} tokens, "
+            f"which with "
+            f"max_new_tokens={request.max_new_tokens} is more than max_length={max_length}. Increase max_length, or "
+            f"decrease max_new_tokens.",
+        )
 
 
 def evaluate_task(
@@ -152,24 +167,28 @@ def evaluate_task(
     settings: AnswerSettings,
     progress: Progress = no_progress,
 ) -> TaskScores:
-    """Let a model answer the examples of a task, and grade the answers.
+    """Generate and grade the completions of a task.
 
-    Raises ConfigError for a prompt that is too long, and for a grade that fails at every answer.
+    Raises ConfigError for a prompt that is too long, and for a grade function that fails for every completion.
     """
-    requests = answer_requests(text, task, settings)
+    requests = completion_requests(text, task, settings)
     check_lengths(task, requests, engine.config.max_length)
-    answers = write_answers(text.tokenizer, engine, requests, progress)
+    completions = generate_completions(text.tokenizer, engine, requests, progress)
     samples = settings.samples
-    whole = [number for number, answer in enumerate(answers) if answer.end != "length"]
-    calls = [(task.examples[number // samples], answers[number].text) for number in whole]
-    limits: dict[str, Any] = dict(workers=settings.grade_workers, seconds=settings.grade_seconds)
-    graded = grade_answers(task.grader, calls, **limits, flag=f"grade of task {task.name!r}")
-    grades: list[Grade | None] = [None] * len(answers)
-    for number, grade in zip(whole, graded, strict=True):
-        grades[number] = grade
-    rows = range(0, len(answers), samples)
+    untruncated = [index for index, completion in enumerate(completions) if completion.end_reason != "length"]
+    computed = grade_completions(
+        task.grader,
+        [(task.examples[index // samples], completions[index].text) for index in untruncated],
+        workers=settings.grade_workers,
+        seconds=settings.grade_seconds,
+        flag=f"grade of task {task.name!r}",
+    )
+    grades: list[Grade | None] = [None] * len(completions)
+    for index, grade in zip(untruncated, computed, strict=True):
+        grades[index] = grade
+    rows = range(0, len(completions), samples)
     return TaskScores(
         task=task,
-        answers=[answers[row : row + samples] for row in rows],
+        completions=[completions[row : row + samples] for row in rows],
         grades=[grades[row : row + samples] for row in rows],
     )

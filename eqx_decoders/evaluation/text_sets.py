@@ -1,4 +1,4 @@
-"""Named sets of texts, and what a model makes of them: bits for each byte, perplexity for each token."""
+"""Perplexity of sets of texts: bits per byte, and perplexity per token."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ from eqx_decoders.io.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextSet:
-    """Texts with a name, each a document of its own."""
+    """Named set of documents."""
 
     name: str
     texts: tuple[str, ...]
@@ -29,13 +29,13 @@ class TextSet:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextScores:
-    """Likelihood of the texts of a set.
+    """Negative log-likelihood of a set of texts.
 
     **Arguments:**
 
     - `name`: name of the set.
-    - `nats`: minus the log-probability of each text.
-    - `num_tokens`, `num_bytes`: its tokens, and its bytes of UTF-8.
+    - `nats`: negative log-probability of each text.
+    - `num_tokens`, `num_bytes`: number of tokens and of UTF-8 bytes of each text.
     """
 
     name: str
@@ -45,25 +45,26 @@ class TextScores:
 
     @property
     def bits_per_byte(self) -> MeanScore:
-        """Bits for each byte of all texts, with the standard error over texts."""
+        """Bits per byte over all texts, with the standard error over texts."""
         return ratio_of_sums(self.nats / math.log(2), self.num_bytes)
 
     @property
     def perplexity(self) -> float:
-        """Exponential of the nats for each token."""
+        """Perplexity per token."""
         return math.exp(min(700.0, float(self.nats.sum()) / float(self.num_tokens.sum())))
 
     def figures(self) -> dict[str, float]:
-        """Return all numbers by name."""
+        """Return all metrics by name."""
         bits, tokens, size = self.bits_per_byte, float(self.num_tokens.sum()), float(self.num_bytes.sum())
         figures = {"bits_per_byte": bits.mean, "bits_per_byte_error": bits.error, "byte_perplexity": 2.0**bits.mean}
         return figures | {"token_perplexity": self.perplexity, "tokens": tokens, "bytes": size, "texts": len(self.nats)}
 
 
 def load_text_set(spec: str, field: str = "text", limit: int | None = None, flag: str = "text") -> TextSet:
-    """Load a set, `name=path`: a plain text is one document, each record of another file one with the text in `field`.
+    """Load the set of texts `name=path`.
 
-    Raises DataError for a set without texts.
+    A plain text file is one document. In a file of records (.jsonl, .json, .parquet) each record is a document, with
+    its text in `field`. Raises DataError for a set without texts.
     """
     name, equals, path = spec.partition("=")
     check(bool(name and equals and path), f"{flag}={spec!r} must be name=path, such as wiki=wiki.txt.")
@@ -74,8 +75,11 @@ def load_text_set(spec: str, field: str = "text", limit: int | None = None, flag
             continue
         for where, record in read_records(source, ALL):
             value: Any = record.get(field) if isinstance(record, dict) else None
-            rule = f"{where} has no text {field!r}: give text_field, the name of the field that has it."
-            check(isinstance(value, str), rule, DataError)
+            check(
+                isinstance(value, str),
+                f"{where} has no text in the field {field!r}: set text_field to the name of the field with the text.",
+                DataError,
+            )
             texts.append(value)
     texts = [text for text in texts if text][:limit]
     check(len(texts) > 0, f"{flag}={spec!r} has no texts.", DataError)
@@ -90,12 +94,12 @@ def _read(path: Path) -> str:
 
 
 def prefix_id(tokenizer: Tokenizer) -> int | None:
-    """Return the token that a text begins with: bos, else eos, as in lm-eval; None for a tokenizer without both."""
+    """Return the token that is put before texts: BOS, or EOS without BOS, as in lm-eval. None: there is neither."""
     return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
 
 
 def with_prefix(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
-    """Put the token before a text that each text begins with; without one, its first token has no probability."""
+    """Return tokens with `prefix_id` in front. Without it, the first token of a text cannot be scored."""
     first = prefix_id(tokenizer)
     return list(tokens) if first is None else [first, *tokens]
 
@@ -103,12 +107,12 @@ def with_prefix(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
 def evaluate_texts(
     tokenizer: Tokenizer, engine: EvaluationEngine, texts: TextSet, context: int = 1, progress: Progress = no_progress
 ) -> TextScores:
-    """Compute the likelihood of each text of a set, in windows as long as the engine has room (`rolling_windows`)."""
-    ids = [with_prefix(tokenizer, each.tolist()) for each in tokenizer.encode_many(texts.texts)]
+    """Compute the likelihood of each text of a set, in windows of the engine's `max_length` (see `rolling_windows`)."""
+    ids = [with_prefix(tokenizer, tokens.tolist()) for tokens in tokenizer.encode_many(texts.texts)]
     logprobs = score_texts(engine, ids, context, progress)
     return TextScores(
         name=texts.name,
         nats=-np.asarray(logprobs, np.float64),
-        num_tokens=np.asarray([len(each) - 1 for each in ids], np.float64),
-        num_bytes=np.asarray([len(each.encode()) for each in texts.texts], np.float64),
+        num_tokens=np.asarray([len(tokens) - 1 for tokens in ids], np.float64),
+        num_bytes=np.asarray([len(text.encode()) for text in texts.texts], np.float64),
     )

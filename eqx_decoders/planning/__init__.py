@@ -1,1 +1,1 @@
-"""Plans of training steps for machines that are not here: memory, traffic, operations, and estimated time."""
+"""Plans of training and decoding steps for TPUs and GPUs that need not be attached: memory, traffic, FLOPs and time."""

@@ -1,4 +1,4 @@
-"""The collectives of a compiled program: their arrays, how often they run, their axes of the mesh, and their cause."""
+"""Collectives of a compiled program: arrays, number of runs, mesh axes, and the source function."""
 
 import dataclasses
 import functools
@@ -12,8 +12,8 @@ import numpy as np
 from eqx_decoders.planning.hlo import KINDS, ComputationRun, Op, Program, members, shape_bytes
 
 
-_BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')  # how XLA:TPU sends between slices
-_SCATTERS = "all-reduce-scatter"  # how XLA:TPU names a computation that reduces and keeps a part
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')  # XLA:TPU's transfers between slices
+_REDUCE_SCATTER = "all-reduce-scatter"  # prefix of XLA:TPU's computations that all-reduce and keep one shard
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -25,16 +25,16 @@ class Collective:
     **Arguments:**
 
     - `kind`: one of `hlo.KINDS`.
-    - `bytes`: bytes of its largest buffer on a device: the result of a gather, the operand of a reduction. For a ragged
-        exchange the rows of its smaller side: the other one has room for the worst case.
-    - `times`: runs in a step.
-    - `groups`: the positions in the mesh that take part together; of a permutation the pairs.
-    - `axes`: the axes of the mesh along which these differ.
+    - `bytes`: bytes of its largest buffer on a device: the result of an all-gather, the operand of a reduction. For a
+        ragged all-to-all the smaller of operand and result, because the other one has room for the worst case.
+    - `times`: number of runs in a step.
+    - `groups`: groups of device indices in the mesh; for a collective-permute pairs of source and target.
+    - `axes`: mesh axes along which the devices of a group differ.
     - `shape`: the largest array, without its layout.
     - `phase`: "forward", "recomputed", "backward" or "update".
-    - `cause`: the function of this library that it is from, or else the end of the path of the traced operation.
-    - `unknown`: whether a loop around it has a number of trips that the program does not say.
-    - `overlapped`: whether it is asynchronous, and a product stands between its start and its end in the schedule.
+    - `cause`: function of this library that created it, or the end of the path of the traced operation.
+    - `unknown`: whether a loop around it has an unknown trip count.
+    - `overlapped`: whether it is asynchronous, with a product between its start and its end in the schedule.
     """
 
     kind: str
@@ -50,49 +50,51 @@ class Collective:
 
     @property
     def total(self) -> int:
-        """Return the bytes of a step."""
+        """Return the bytes per step."""
         return self.bytes * self.times
 
     @property
     def size(self) -> int:
-        """Return the number of devices that take part together."""
+        """Return the number of devices in a group."""
         return max(map(len, self.groups), default=1)
 
 
 def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
-    """Return all collectives that a step runs, the heaviest first, in a mesh of these sizes (the first axis slowest).
+    """Return all collectives of a step, in decreasing order of bytes. `mesh`: sizes by axis name, in mesh order.
 
-    Equal ones, of several arrays of one shape and one cause, are one, with their times added up.
+    Collectives with the same shape and source are merged, and their runs are added.
     """
     times: dict[Collective, int] = {}
     for run in program.runs():
-        between = _BETWEEN.search(run.op.rest) if run.op.kind == "send" else None
+        between = _BETWEEN_SLICES.search(run.op.rest) if run.op.kind == "send" else None
         if between or (run.op.base in KINDS and not run.op.kind.endswith(("-done", "-update"))):
-            one = _collective(program, run, mesh) if between is None else _between(program, run, mesh, between[1])
-            if one.size > 1:
-                once = dataclasses.replace(one, times=1)
-                times[once] = times.get(once, 0) + one.times
-    merged = [dataclasses.replace(one, times=count) for one, count in times.items()]
-    return sorted(merged, key=lambda one: one.total, reverse=True)
+            collective = (
+                _collective(program, run, mesh) if between is None else _between_slices(program, run, mesh, between[1])
+            )
+            if collective.size > 1:
+                once = dataclasses.replace(collective, times=1)
+                times[once] = times.get(once, 0) + collective.times
+    merged = [dataclasses.replace(collective, times=count) for collective, count in times.items()]
+    return sorted(merged, key=lambda collective: collective.total, reverse=True)
 
 
 def overlapped_fraction(sent: Iterable[Collective]) -> float:
-    """Return the fraction of the bytes of collectives that travel beside products; 1 where nothing is sent."""
-    sizes = [(one.total, one.overlapped) for one in sent]
+    """Return the fraction of the bytes of collectives that overlap with products; 1 if there are no collectives."""
+    sizes = [(collective.total, collective.overlapped) for collective in sent]
     total = sum(size for size, _ in sizes)
     return sum(size for size, overlapped in sizes if overlapped) / total if total else 1.0
 
 
 def _collective(program: Program, run: ComputationRun, mesh: Mapping[str, int]) -> Collective:
     op, caller = run.op, run.caller
-    scatters = op.base == "all-reduce" and run.computation.startswith(_SCATTERS)
+    scatters = op.base == "all-reduce" and run.computation.startswith(_REDUCE_SCATTER)
     kind, groups = "reduce-scatter" if scatters else op.base, groups_of(op.rest, math.prod(mesh.values()))
     arrays = _arrays(op)
-    if op.base == "ragged-all-to-all":  # the larger side has room for the worst case
+    if op.base == "ragged-all-to-all":  # the larger buffer has room for the worst case
         arrays = min(arrays, _operand(program, run), key=lambda shapes: sum(map(shape_bytes, shapes)))
     size = sum(map(shape_bytes, arrays))
     if op.base == "reduce-scatter":
-        size *= max(map(len, groups), default=1)  # its result is one part
+        size *= max(map(len, groups), default=1)  # the result is one shard
     source = caller if not op.cause and caller is not None and caller.base == "fusion" else op
     return Collective(
         kind=kind,
@@ -108,10 +110,10 @@ def _collective(program: Program, run: ComputationRun, mesh: Mapping[str, int]) 
     )
 
 
-def _between(program: Program, run: ComputationRun, mesh: Mapping[str, int], name: str) -> Collective:
-    """Describe the exchange between hosts of several slices, which follows that between the devices of each slice.
+def _between_slices(program: Program, run: ComputationRun, mesh: Mapping[str, int], name: str) -> Collective:
+    """Return the collective between slices. It runs after a collective within each slice.
 
-    Slices follow one another along the first axis of the mesh that is as large, as `Layout.create` arranges them.
+    Slices are consecutive along the first sufficiently large mesh axis, as arranged by `Layout.create`.
     """
     op, devices = run.op, math.prod(mesh.values())
     target = re.search(r'_xla_megascale_target="\{([\d,:]+)\}', op.rest)
@@ -135,16 +137,16 @@ def _between(program: Program, run: ComputationRun, mesh: Mapping[str, int], nam
 
 
 def _count(part: str) -> int:
-    """Count the numbers in `3` or `0:3`."""
+    """Return the number of integers in a range such as `3` or `0:3`."""
     bounds = _numbers(part)
     return bounds[-1] - bounds[0] + 1
 
 
 def _arrays(op: Op) -> list[str]:
-    """Return the shapes of the results; a start returns operands and results, of which these are the results.
+    """Return the shapes of the results. Asynchronous starts can return `(operands, results)`.
 
-    XLA:GPU groups the operands of every kind, `((operands), results)`; XLA:TPU those of some, and its reductions start
-    with results alone.
+    XLA:GPU returns `((operands), results)` for all kinds. XLA:TPU does so for some kinds; its reductions return only
+    results.
     """
     parts = members(op.shape)
     if not op.kind.endswith("-start") or len(parts) < 2:
@@ -154,14 +156,14 @@ def _arrays(op: Op) -> list[str]:
 
 
 def _operand(program: Program, run: ComputationRun) -> list[str]:
-    """Return the shape of the first operand; that of the result if the operand isn't found."""
+    """Return the shape of the first operand, or of the result if the operand is not found."""
     ops = program.computations.get(run.computation, [])
     return [op.shape for op in ops if op.name == run.op.operands[0]] or _arrays(run.op)
 
 
 @functools.lru_cache(maxsize=1024)
 def axes_of(groups: Groups, mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
-    """Return the axes of the mesh along which members of a group differ."""
+    """Return the mesh axes along which the devices of a group differ."""
     positions = np.unravel_index([member for group in groups for member in group], [size for _, size in mesh] or [1])
     bounds = np.cumsum([0, *map(len, groups)])
     pairs = list(itertools.pairwise(bounds))
@@ -173,9 +175,9 @@ def axes_of(groups: Groups, mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...
 
 
 def groups_of(attributes: str, devices: int) -> Groups:
-    """Parse the groups in the text of a collective's attributes; all devices together where it names none.
+    """Parse the device groups in the attributes of a collective. Without groups, all devices form one group.
 
-    `replica_groups={{0,1},{2,3}}`, `[2,2]<=[2,2]T(1,0)` and `mesh['a'=2,'b'=2] {'b'}` are understood, and
+    Supported formats: `replica_groups={{0,1},{2,3}}`, `[2,2]<=[2,2]T(1,0)`, `mesh['a'=2,'b'=2] {'b'}`, and
     `source_target_pairs={{0,1},{1,0}}`.
     """
     start = re.search(r"\b(?:replica_groups|source_target_pairs)=", attributes)
@@ -195,11 +197,11 @@ def _groups(text: str) -> Groups:
         iota = re.match(r"\[([\d,]+)\](<=\[[\d,]+\](?:T\([\d,]+\))?)", text)
         return () if iota is None else _rows(_order(iota[2]).reshape(_numbers(iota[1])))
     listed = re.match(r"\{(\{[\d,{} ]*\})\}", text)
-    return tuple(tuple(_numbers(each)) for each in re.findall(r"\{([\d, ]+)\}", listed[1])) if listed else ()
+    return tuple(tuple(_numbers(text)) for text in re.findall(r"\{([\d, ]+)\}", listed[1])) if listed else ()
 
 
 def _named_groups(text: str) -> Groups:
-    """Parse `mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b':(2)2}`: along these axes, or a factor of one."""
+    """Parse `mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b':(2)2}`: groups along axes or factors of axes."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text[: text.index("]")])}
     ids = re.search(r"\]\s*,\s*device_ids=\((\[[\d,]+\](?:T\([\d,]+\))?)\)", text)
     along = re.search(r"\{('[^}]*)\}", text)
@@ -208,15 +210,15 @@ def _named_groups(text: str) -> Groups:
     count = math.prod(sizes.values())
     order = np.arange(count) if ids is None else _order("<=" + ids[1])
     shape, grouped, axis = [], [], 0
-    chosen = dict(re.findall(r"'([^']+)'((?::\(\d+\)\d+)?)", along[1]))
+    grouped_axes = dict(re.findall(r"'([^']+)'((?::\(\d+\)\d+)?)", along[1]))
     for name, size in sizes.items():
-        if chosen.get(name):  # of an axis the factor between `before` and what is left
-            before, taken = map(int, re.findall(r"\d+", chosen[name]))
+        if grouped_axes.get(name):  # the axis is split into (before, taken, rest), and groups go along `taken`
+            before, taken = map(int, re.findall(r"\d+", grouped_axes[name]))
             parts = [before, taken, size // (before * taken)]
         else:
             parts = [size]
         shape += parts
-        if name in chosen:
+        if name in grouped_axes:
             grouped.append(axis + (1 if len(parts) == 3 else 0))
         axis += len(parts)
     grid = order.reshape(shape)
@@ -226,14 +228,14 @@ def _named_groups(text: str) -> Groups:
 
 
 def _order(text: str) -> np.ndarray:
-    """Parse `<=[2,4]T(1,0)`: 0 to 7 as two rows of four, transposed, one after the other."""
-    shape, _, turned = text.removeprefix("<=").partition("T")
+    """Parse `<=[2,4]T(1,0)`: the numbers 0 to 7 in shape (2, 4), transposed and flattened."""
+    shape, _, permutation = text.removeprefix("<=").partition("T")
     grid = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
-    return (grid.transpose(_numbers(turned)) if turned else grid).reshape(-1)
+    return (grid.transpose(_numbers(permutation)) if permutation else grid).reshape(-1)
 
 
 def _rows(grid: np.ndarray) -> Groups:
-    return tuple(tuple(int(each) for each in row) for row in grid.reshape(grid.shape[0], -1))
+    return tuple(tuple(int(text) for text in row) for row in grid.reshape(grid.shape[0], -1))
 
 
 def _numbers(text: str) -> list[int]:
@@ -241,14 +243,14 @@ def _numbers(text: str) -> list[int]:
 
 
 def phase_of(cause: str) -> str:
-    """Return the part of a step to which the path of an operation belongs."""
+    """Return the phase of a step, given the path of an operation."""
     if "transpose(" in cause:
         return "recomputed" if "rematted_computation" in cause else "backward"
     return "forward" if "jvp(" in cause else "update"
 
 
 def shortened(cause: str) -> str:
-    """Return the end of the path of an operation, without the parts that every path has."""
-    idle = ("while", "body", "eval_jaxpr", "closed_call", "checkpoint", "rematted_computation", "shard_map")
-    parts = [part for part in cause.split("/") if part not in idle and "jvp(" not in part]
+    """Return the end of the path of an operation, without parts that do not identify it."""
+    generic = ("while", "body", "eval_jaxpr", "closed_call", "checkpoint", "rematted_computation", "shard_map")
+    parts = [part for part in cause.split("/") if part not in generic and "jvp(" not in part]
     return "/".join(parts[1:][-2:])

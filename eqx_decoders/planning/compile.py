@@ -1,4 +1,4 @@
-"""Compilation of traced steps, which may end when memory is assigned: machine code takes most of the time."""
+"""Compilation of traced steps, optionally only until memory assignment: code generation takes most of the time."""
 
 import contextlib
 import dataclasses
@@ -21,14 +21,15 @@ Until = Literal["code", "memory"]
 
 _PROGRAM = "after_optimizations_after_buffer_assignment.txt"
 _SIZES = "after_optimizations-buffer-assignment.txt"
-_LAST = "debug_options"  # written behind the others
-_ALLOCATION = re.compile(r"^allocation \d+: size (\d+), page \d+, (.*)$", re.MULTILINE)  # others name another memory
+_LAST = "debug_options"  # the last file that XLA writes
+# allocations in HBM; lines about other memories have more fields
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+), page \d+, (.*)$", re.MULTILINE)
 
-abandoned: list[threading.Thread] = []  # compilations that go on
+abandoned: list[threading.Thread] = []  # threads with compilations that are still running
 
 
 class AssignedSizes(NamedTuple):
-    """Sizes in the names of `Compiled.memory_analysis()`, without a peak."""
+    """Sizes with the field names of `Compiled.memory_analysis()`, without a peak."""
 
     argument_size_in_bytes: int
     temp_size_in_bytes: int
@@ -37,7 +38,7 @@ class AssignedSizes(NamedTuple):
 
 
 def assigned_sizes(text: str) -> AssignedSizes:
-    """Add up XLA's list of allocations of a device; results in the place of arguments count as arguments."""
+    """Return the total sizes in XLA's list of allocations. Results that reuse arguments count as arguments."""
     arguments, temporaries, outputs = 0, 0, 0
     for size, kind in _ALLOCATION.findall(text):
         if kind.startswith("parameter"):
@@ -50,16 +51,16 @@ def assigned_sizes(text: str) -> AssignedSizes:
 
 
 def _written(folder: Path) -> bool:
-    """Return whether the program and the file that is written behind it exist."""
+    """Return whether the program and the last file exist."""
     times = [[file.stat().st_mtime_ns for file in folder.glob(f"*.{name}")] for name in (_PROGRAM, _LAST)]
     return all(times) and max(times[1]) >= max(times[0])
 
 
 def compile_until_assigned(lowered: Any, options: Mapping[str, str]) -> tuple[AssignedSizes, str]:
-    """Compile; return the sizes and the text of the scheduled program when memory is assigned.
+    """Compile until memory is assigned, and return the sizes and the text of the scheduled program.
 
-    Raises the compiler's errors until then. A compilation cannot be ended: it goes on in a thread of its own, which is
-    noted in `abandoned`; the program should leave by `os._exit`.
+    Raises compiler errors up to that stage. A compilation cannot be stopped: it continues in a thread that is added to
+    `abandoned`, and the process should exit with `os._exit`.
     """
     folder = Path(tempfile.mkdtemp(prefix="plan-"))
     raised: list[BaseException] = []
@@ -88,9 +89,9 @@ def compile_until_assigned(lowered: Any, options: Mapping[str, str]) -> tuple[As
 def compile_step(
     traced: Any, known: DeviceMemory, options: dict[str, str], until: Until
 ) -> tuple[DeviceMemory, Program | None, str]:
-    """Compile a traced step: its memory, its program where it can be printed, and the compiler's error."""
+    """Compile a traced step, and return its memory, its program (if it can be printed), and the compiler's error."""
     try:
-        with _own_names():
+        with _names_in_cache_key():
             if until == "memory":
                 sizes, text = compile_until_assigned(traced.lower(), options)
                 program = parse(text)
@@ -111,8 +112,8 @@ def compile_step(
 
 
 @contextlib.contextmanager
-def _own_names() -> Iterator[None]:
-    """Take no program from JAX's cache on disk whose operations are named by other sources."""
+def _names_in_cache_key() -> Iterator[None]:
+    """Ignore programs in JAX's compilation cache that differ in the names of source functions, which plans report."""
     name = "jax_compilation_cache_include_metadata_in_key"
     before = getattr(jax.config, name)
     jax.config.update(name, True)

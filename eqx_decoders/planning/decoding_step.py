@@ -1,6 +1,6 @@
-"""Planning of a decoding step of serving: compiled for a machine that is not here, counted, and estimated.
+"""`plan_decoding`: compiles a decoding step for a machine that need not be attached, and estimates its time.
 
-It is the engine's own program for all slots: a token of each row is fed, the next one sampled, the cache written.
+The step is the serving engine's program for all slots: it feeds one token per slot, writes the cache, and samples.
 """
 
 import dataclasses
@@ -35,22 +35,22 @@ from eqx_decoders.sharding.layout import device_bytes
 from eqx_decoders.training.flops import flops_per_token
 
 
-_NOTED = 2**20  # bytes of a copy
+_MIN_COPY = 2**20  # smaller copies are ignored, in bytes
 _COPIES = "copy", "slice", "dynamic-slice"
-_MAX_BIASES = 4  # of a request
+_MAX_BIASES = 4  # logit biases per request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodingPlan(PlannedStep):
-    """Needs of a decoding step.
+    """Plan of a decoding step.
 
-    In the estimate memory is read once: weights, of experts as many as the rows choose in the mean, and full caches;
-    what is copied is written and read once more.
+    The memory traffic of the estimate: weights are read once (of experts, the expected number that the rows select),
+    full caches are read once, and copied arrays are written and read once more.
 
     **Arguments:**
 
-    - `rows`, `length`: answers that go on together, and the tokens that the cache holds of each.
-    - `kernels`: Pallas kernels of the program, by name, and how often each runs.
+    - `rows`, `length`: number of sequences, and number of cached tokens per sequence.
+    - `kernels`: number of runs of each Pallas kernel.
     - `copied`: bytes of weights and caches that are copied before they are read.
     """
 
@@ -61,12 +61,12 @@ class DecodingPlan(PlannedStep):
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of a token in a device's cache."""
+        """Bytes per token in the cache of a device."""
         return self.memory.cache / (self.rows * self.length)
 
     @property
     def room(self) -> int:
-        """Tokens of all rows for which a cache of all free memory would have room, those of this one included."""
+        """Number of tokens of a cache that uses all free memory."""
         if self.memory.peak is None or not self.token_bytes:
             return 0
         return max(0, int((self.memory.capacity - self.memory.peak + self.memory.cache) / self.token_bytes))
@@ -82,9 +82,13 @@ def plan_decoding(
     options: Mapping[str, str] | None = None,
     until: Until = "code",
 ) -> DecodingPlan:
-    """Compile the step of `model` (of shapes, on a mesh of the machine's devices) and count.
+    """Compile a decoding step, and return its memory, collectives and estimated time.
 
-    With a `page_size` the cache has pages of so many tokens, as many as all rows need. `until` as in `make_plan`.
+    **Arguments:**
+
+    - `model`: model with shapes instead of arrays, on a mesh of the machine's devices.
+    - `page_size`: page size of the cache. None: the cache is not paged.
+    - `options`, `until`: as in `make_plan`.
     """
     layout, whole = model.execution.layout, model.without_mtp()
     model = unstack_in_place(whole)
@@ -104,11 +108,11 @@ def plan_decoding(
     inputs = like(rows), like(rows, 1), like(rows, 1), batch
     traced = jax.jit(step, donate_argnums=(1, 2)).trace(arrays, cache, like(rows, length), *inputs)
     weights, cached = (sum(map(device_bytes, jax.tree.leaves(tree))) for tree in (arrays, cache))
-    known = DeviceMemory(
+    known_memory = DeviceMemory(
         parameters=weights, optimizer=0, means=0, gradients=0, cache=cached, capacity=int(machine.memory)
     )
-    begun = time.perf_counter()
-    memory, program, message = compile_step(traced, known, dict(options or {}), until)
+    started = time.perf_counter()
+    memory, program, message = compile_step(traced, known_memory, dict(options or {}), until)
     sent = None if program is None else tuple(collectives(program, layout.sizes))
     copied = 0 if program is None else copied_bytes(program)
     flops = rows * flops_per_token(whole, length, backward=False) / len(machine.positions) / machine.flops
@@ -122,7 +126,7 @@ def plan_decoding(
             networks=network_seconds(sent or (), machine),
             model_flops_seconds=flops,
         ),
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - started,
         compiler_message=message,
         rows=rows,
         length=length,
@@ -132,7 +136,7 @@ def plan_decoding(
 
 
 def pallas_kernels(program: Program) -> dict[str, int]:
-    """Count the runs of each Pallas kernel of a program."""
+    """Return the number of runs of each Pallas kernel in a program."""
     counts: dict[str, int] = {}
     for run in program.runs():
         *_, name, last = ("", "", *run.op.cause.split("/"))
@@ -142,9 +146,9 @@ def pallas_kernels(program: Program) -> dict[str, int]:
 
 
 def copied_bytes(program: Program) -> int:
-    """Add up the large results of operations that only copy what they read, or a slice of it, in a device's memory.
+    """Return the bytes of large arrays that are copied within device memory, entirely or in slices.
 
-    A TPU's copy to the memory of the chip itself, `S(1)`, is how it reads.
+    Copies to a TPU's on-chip memory, `S(1)`, are ordinary reads and are left out.
     """
     total = 0
     for run in program.runs():
@@ -154,34 +158,35 @@ def copied_bytes(program: Program) -> int:
         results = [run.op, *(op for name in inside for op in program.computations[name] if op.root)]
         copies = any(op.kind in _COPIES for op in results)
         size = shape_bytes(run.op.shape)
-        total += run.times * size if copies and size >= _NOTED and "S(1)" not in run.op.shape else 0
+        total += run.times * size if copies and size >= _MIN_COPY and "S(1)" not in run.op.shape else 0
     return total
 
 
 def read_weights(model: Decoder, rows: int) -> float:
-    """Return the bytes of the weights that a step reads on a device, of experts those that some row there chooses.
+    """Return the bytes of the weights that a device reads in a step. Experts count if a row selects them.
 
-    Of E experts of which each of R tokens chooses k, `1 - (1 - k / E)^R` in the mean. Devices that have other experts
-    get each other's tokens.
+    If each of R tokens selects k of E experts, a fraction of `1 - (1 - k / E)^R` is read on average. With expert
+    parallelism, a device computes the tokens of all devices with other experts.
     """
-    words, active, layout = axes(model), active_parameters(model), model.execution.layout
-    split = names_of(layout.activation_spec("batch", (rows,))[0])
+    axis_names, active, layout = axes(model), active_parameters(model), model.execution.layout
+    batch_axes = names_of(layout.activation_spec("batch", (rows,))[0])
     total = 0.0
     for name, leaf in named_leaves(model).items():
         if name.startswith("embedding.") and not model.config.tied:
-            continue  # a row for each token
-        share = active[name] / leaf.size  # of a weight of experts those of one row
-        if not 0 < share < 1:
+            continue  # only one table row per token is read
+        fraction = active[name] / leaf.size  # fraction of the experts that one token selects
+        if not 0 < fraction < 1:
             total += device_bytes(leaf)
             continue
-        owners = names_of(layout.weight_spec(words[name], leaf.shape, name)[words[name].index("experts")])
-        here = rows // math.prod(layout.sizes[axis] for axis in split if axis not in owners)
-        total += device_bytes(leaf) * (1 - (1 - share) ** here)
+        spec = layout.weight_spec(axis_names[name], leaf.shape, name)
+        expert_axes = names_of(spec[axis_names[name].index("experts")])
+        device_rows = rows // math.prod(layout.sizes[axis] for axis in batch_axes if axis not in expert_axes)
+        total += device_bytes(leaf) * (1 - (1 - fraction) ** device_rows)
     return total
 
 
 def decoding_report(plan: DecodingPlan, *, rows: int = 12) -> str:
-    """Format a plan for reading: memory, kernels, collectives, time; `rows` collectives at most."""
+    """Format a plan as text: memory, kernels, at most `rows` collectives, time."""
 
     def rate(seconds: float) -> str:
         return f"{plan.rows / seconds:,.0f} tokens/s"
@@ -189,11 +194,11 @@ def decoding_report(plan: DecodingPlan, *, rows: int = 12) -> str:
     kernels = ", ".join(f"{name} ({count} times)" for name, count in plan.kernels.items()) or "none"
     parts = [
         "\n".join(memory_lines(plan)),
-        f"kernels: {kernels}; copied before it is read: {size_text(plan.copied)}",
-        f"the cache has {plan.rows * plan.length:,} tokens, of {size_text(plan.token_bytes)} each on a device; "
-        f"with all free memory there would be room for {plan.room:,}",
+        f"kernels: {kernels}; weights and caches copied before reading: {size_text(plan.copied)}",
+        f"cache: {plan.rows * plan.length:,} tokens, {size_text(plan.token_bytes)} per token and device; "
+        f"all free memory would hold {plan.room:,} tokens",
         "" if plan.collectives is None else "\n".join(collective_lines(plan.collectives, rows)),
-        "\n".join(time_lines(plan, "weights, full caches, copies", rate)),
+        "\n".join(time_lines(plan, "reads of weights, full caches and copies", rate)),
     ]
     return "\n\n".join(filter(None, parts))
 

@@ -1,4 +1,4 @@
-"""Memory of a device during a step, in rows that add up."""
+"""`DeviceMemory`: memory of a device during a step, by parts."""
 
 import dataclasses
 import re
@@ -13,26 +13,28 @@ _NEEDED = (
     re.compile(rf"Used {_SIZE} of {_SIZE} hbm"),
     re.compile(rf"required for [\w ]+ \({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
 )
-_LAYERS = re.compile(r"jvp\([^/]*\)+/(?:[^/]+/)?while$")  # a loop of the forward pass that is in no other one of it
+_LAYERS = re.compile(r"jvp\([^/]*\)+/(?:[^/]+/)?while$")  # an outermost loop of the forward pass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """Bytes of a device; None where they are not known.
+    """Memory of a device in bytes. None: not known.
 
     **Arguments:**
 
-    - `parameters`, `optimizer`, `means`: of the state, which lasts from step to step; means are those of the weights.
-    - `cache`: of the state of a step of decoding.
-    - `batch`: the batch, and padding of all arguments by the compiler's layout in tiles.
-    - `gradients`: one number for each trained weight. They exist at the end of the backward pass, among temporaries.
-    - `saved_activations`: arrays that the loops of the forward pass save for the backward pass, among temporaries.
-    - `temporaries`: all buffers that do not exist before and after a step.
-    - `outputs`: results that do not take the place of arguments.
-    - `peak`: the compiler's figure; else the sum of all parts.
-    - `capacity`: memory of a device.
-    - `host`: part of the state that is in the host's memory; it is in none of the others.
-    - `needed`: the compiler's figure for a step that does not fit.
+    - `parameters`, `optimizer`: parameters and optimizer state.
+    - `means`: exponential moving averages of the parameters.
+    - `cache`: cache of a decoding step.
+    - `batch`: the batch, and padding of all arguments by the compiler's tiled layout.
+    - `gradients`: all gradients. They are part of the temporaries at the end of the backward pass.
+    - `saved_activations`: arrays that the loops of the forward pass save for the backward pass. Part of the
+        temporaries.
+    - `temporaries`: all buffers that exist only during a step.
+    - `outputs`: results that do not reuse the memory of (donated) arguments.
+    - `peak`: peak memory reported by the compiler, or else the sum of all parts.
+    - `capacity`: memory of the device.
+    - `host`: state offloaded to host memory, which the other numbers do not include.
+    - `needed`: memory that the compiler asks for if the step does not fit.
     """
 
     parameters: int
@@ -51,49 +53,52 @@ class DeviceMemory:
 
     @property
     def state(self) -> int:
-        """Return the bytes that last from step to step."""
+        """Return the bytes that persist between steps."""
         return self.parameters + self.optimizer + self.means + self.cache
 
     @property
     def fits(self) -> bool:
-        """Return whether the step was compiled, and needs no more than the capacity."""
+        """Return whether the step was compiled and its peak is at most the capacity."""
         return self.needed is None and (self.peak or 0) <= self.capacity
 
     def rows(self) -> dict[str, int]:
-        """Return the parts that add up to `total`; temporaries are saved activations and others."""
-        rows = {"parameters": self.parameters, "optimizer state": self.optimizer, "running means": self.means}
-        rows["cache"] = self.cache
-        rows["batch, padding"] = self.batch or 0
-        rows["activations kept"] = self.saved_activations or 0
-        rows["other temporaries"] = (self.temporaries or 0) - (self.saved_activations or 0)
-        rows["results"] = self.outputs or 0
+        """Return the parts by name, which add up to `total`. Parts of size 0 are left out, except the parameters."""
+        rows = {
+            "parameters": self.parameters,
+            "optimizer state": self.optimizer,
+            "weight averages": self.means,
+            "cache": self.cache,
+            "batch, padding": self.batch or 0,
+            "saved activations": self.saved_activations or 0,
+            "other temporaries": (self.temporaries or 0) - (self.saved_activations or 0),
+            "results": self.outputs or 0,
+        }
         return {name: size for name, size in rows.items() if size or name == "parameters"}
 
     @property
     def total(self) -> int:
-        """Return the bytes of all of a step's buffers together."""
+        """Return the sum of all parts in bytes."""
         return sum(self.rows().values())
 
 
 def compiled_memory(known: DeviceMemory, sizes: Any, program: Program | None) -> DeviceMemory:
-    """Add the compiler's `sizes` of `Compiled.memory_analysis()`, and those in the program if it can be read."""
-    temporaries, outputs = sizes.temp_size_in_bytes, sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    saved = None if program is None else min(stacked_bytes(program), temporaries)
-    together = sizes.argument_size_in_bytes + temporaries + outputs
+    """Return the memory with the sizes from `Compiled.memory_analysis()`, and from the program if it can be printed."""
+    temporaries = sizes.temp_size_in_bytes
+    outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    total = sizes.argument_size_in_bytes + temporaries + outputs
+    peak = getattr(sizes, "peak_memory_in_bytes", 0) or total
     return dataclasses.replace(
         known,
         batch=sizes.argument_size_in_bytes - known.state,
-        saved_activations=saved,
+        saved_activations=None if program is None else min(stacked_bytes(program), temporaries),
         temporaries=temporaries,
         outputs=outputs,
-        peak=together
-        if known.host
-        else getattr(sizes, "peak_memory_in_bytes", 0) or together,  # XLA adds the host's to it
+        peak=total if known.host else peak,  # XLA's peak includes host memory
     )
 
 
 def stacked_bytes(program: Program) -> int:
-    """Add up the arrays that the loops of the forward pass save for the backward pass, on one device."""
+    """Return the bytes of the arrays that the loops of the forward pass save for the backward pass, on one device."""
     total = 0
     for run in program.runs():
         if run.op.kind == "while" and _LAYERS.search(run.op.cause) and "transpose(" not in run.op.cause:
@@ -102,7 +107,7 @@ def stacked_bytes(program: Program) -> int:
 
 
 def needed_bytes(message: str) -> int | None:
-    """Return the bytes that XLA's message about too little memory names; None if it names none."""
+    """Return the bytes in XLA's out-of-memory message. None: the message has no number."""
     for pattern in _NEEDED:
         match = pattern.search(message)
         if match:

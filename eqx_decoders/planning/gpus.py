@@ -1,7 +1,7 @@
-"""GPUs that are not here: devices to compile for; or, where their compiler is not installed, a stand-in of TPUs.
+"""GPUs that need not be attached: devices to compile for, or a TPU topology as a proxy without the GPU compiler.
 
-The SPMD partitioner of XLA is one for all platforms: a step that is compiled for as many TPUs, in a mesh of the same
-sizes, has the parts and the collectives that it has on GPUs, but for later fusions and combinations.
+XLA's SPMD partitioner is the same on all platforms. A step compiled for the same number of TPUs, with the same mesh,
+has the same shards and collectives as on GPUs, except for later fusions and combined collectives.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from eqx_decoders.planning.planned_step import Plan
 from eqx_decoders.sharding.chips import CHIPS, Chip
 
 
-# no rings of small products, as on GPUs; and what a device of the stand-in may take
-_OPTION, _ROOM = "xla_jf_spmd_threshold_for_windowed_einsum_mib", "xla_tpu_max_hbm_size_mib"
-# by itself XLA asks CUB on a GPU for the scratch space of a sort, and there is none
+_NO_WINDOWED_EINSUM = "xla_jf_spmd_threshold_for_windowed_einsum_mib"  # GPUs do not use windowed einsums
+_DEVICE_MEMORY = "xla_tpu_max_hbm_size_mib"
+# without this option XLA runs CUB on an attached GPU to get the scratch size of a sort
 GPU_OPTIONS = {"xla_gpu_deviceless_cub_mode": "DEVICELESS_CUB_DISABLED"}
 
 
 class _Target(NamedTuple):
-    """Figures of a GPU that XLA's compiler asks for, by `xla/backends/gpu/target_config/specs` of openxla/xla."""
+    """Properties of a GPU for XLA's compiler, from `xla/backends/gpu/target_config/specs` in openxla/xla."""
 
     cores: int
     clock_ghz: float
@@ -42,7 +42,7 @@ _TARGETS = {
     "h200": _Target(132, 1.98, 52_428_800, 151_397_597_184, 4_800_000_000_000, 9),
     "b200": _Target(148, 1.965, 132_644_864, 191_514_411_008, 7_672_320_000_000, 10),
 }
-# what these have in common; versions are those of the packages of the compiler
+# target description; the versions are those of the compiler packages
 _TEXT = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 fpus_per_core: 128
   shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
@@ -64,57 +64,63 @@ device_description_str: "{name}"
 
 
 class GpuNodes(NamedTuple):
-    """Nodes of GPUs: `h100:4x8` is four nodes of eight GPUs."""
+    """GPU nodes. `h100:4x8`: four nodes with eight GPUs each."""
 
     chip: Chip
     nodes: int
-    each: int
+    gpus_per_node: int
 
     @property
     def machine(self) -> Machine:
-        """Return the machine, node by node in the order of the mesh."""
-        return Machine.of_nodes(self.chip, [node for node in range(self.nodes) for _ in range(self.each)])
+        """Return the machine, with the devices ordered by node."""
+        return Machine.of_nodes(self.chip, [node for node in range(self.nodes) for _ in range(self.gpus_per_node)])
 
     @property
     def target(self) -> str:
-        """Return the description of a GPU for XLA's compiler."""
+        """Return the target description for XLA's compiler."""
         return _TEXT.format(**_TARGETS[self.chip.name]._asdict(), name=self.chip.kinds[0])
 
     @property
-    def stand_in(self) -> str:
-        """Return the topology of as many TPUs."""
-        count = self.nodes * self.each
+    def proxy_topology(self) -> str:
+        """Return a topology with the same number of TPUs."""
+        count = self.nodes * self.gpus_per_node
         power = count.bit_length() - 1
-        check(count == 2**power >= 4, f"topology: {count} GPUs have no stand-in: give a power of two, at least 4.")
-        sides = sorted(2 ** ((power + more) // 3) for more in range(3))
+        check(
+            count == 2**power >= 4,
+            f"topology: without the GPU compiler, {count} GPUs are not supported: their number must be a power of two "
+            f"and at least 4. Install the compiler: pip install 'eqx_decoders[aot-gpu]'.",
+        )
+        sides = sorted(2 ** ((power + offset) // 3) for offset in range(3))
         return "v5p:" + "x".join(map(str, sides if count > 4 else (2, 2, 1)))
 
     @property
     def options(self) -> dict[str, str]:
-        """Return the options of the compiler of the stand-in."""
-        return {_OPTION: "1000000", _ROOM: str(int(self.chip.memory) // 2**20)}
+        """Return the compiler options for the proxy topology."""
+        return {_NO_WINDOWED_EINSUM: "1000000", _DEVICE_MEMORY: str(int(self.chip.memory) // 2**20)}
 
 
 def gpus_of(topology: str) -> GpuNodes | None:
-    """Parse a topology such as `h100:4x8`; None where the name before the colon is of no GPU."""
+    """Parse a topology such as `h100:4x8`. Returns None if the name before the colon is not a GPU."""
     name, _, shape = topology.partition(":")
     chip = next((chip for chip in CHIPS if chip.name == name and chip.node), None)
     if chip is None:
         return None
-    rule = f"topology={topology!r} must be nodes x GPUs of a node, of which at most {chip.node}, such as {name}:4x8."
-    check(re.fullmatch(r"\d+x\d+", shape) is not None, rule)
-    nodes, each = (int(number) for number in shape.split("x"))
-    check(nodes > 0 and 0 < each <= chip.node, rule)
-    return GpuNodes(chip, nodes, each)
+    match = re.fullmatch(r"(\d+)x(\d+)", shape)
+    nodes, per_node = (int(match[1]), int(match[2])) if match else (0, 0)
+    check(
+        nodes > 0 and 0 < per_node <= chip.node,
+        f"topology={topology!r} must be NODESxGPUS with at most {chip.node} GPUs per node, such as {name}:4x8.",
+    )
+    return GpuNodes(chip, nodes, per_node)
 
 
 def gpu_devices(gpus: GpuNodes) -> list[Any] | None:
-    """Return devices to compile for, node by node; None where the compiler of GPUs is not installed."""
+    """Return devices to compile for, ordered by node. None: the GPU compiler is not installed."""
     from jax.experimental import topologies
 
-    # without libraries of CUDA, which it does without, the compiler would not be registered
+    # the compiler does not need the CUDA libraries, but without this variable JAX does not register it
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    shape = f"1x{gpus.nodes}x{gpus.each}"
+    shape = f"1x{gpus.nodes}x{gpus.gpus_per_node}"
     try:
         return topologies.get_topology_desc("any", "cuda", target_config=gpus.target, topology=shape).devices
     except NotImplementedError:
@@ -123,12 +129,13 @@ def gpu_devices(gpus: GpuNodes) -> list[Any] | None:
 
 @contextlib.contextmanager
 def tracing_for(devices: list[Any]) -> Iterator[None]:
-    """Answer for these GPUs what JAX asks of the process's GPUs while programs are traced and lowered.
+    """Trace and lower programs for these GPUs, which need not be attached.
 
-    Its cuDNN attention asks for the compute capability. Pallas asks for the kind of GPU, which a `shard_map` tells it
-    by its mesh, and in a program of one device the context.
+    Two parts of JAX ask for properties of a GPU while tracing. Pallas reads the kind of GPU from the abstract mesh. The
+    cuDNN attention always reads the compute capability of the local GPU, for which JAX has no option, so its two
+    functions that do this are replaced.
     """
-    from jax._src.cudnn import fused_attention_stablehlo as module  # JAX has no public option for other GPUs
+    from jax._src.cudnn import fused_attention_stablehlo as module
 
     def at_least(capability: str) -> bool:
         return tuple(map(int, devices[0].compute_capability.split("."))) >= tuple(map(int, capability.split(".")))
@@ -136,31 +143,36 @@ def tracing_for(devices: list[Any]) -> Iterator[None]:
     if devices[0].platform != "gpu":
         yield
         return
-    asked = {
+    replacements = {
         "check_compute_capability": at_least,
         "is_cuda_compute_capability_equal": lambda capability: devices[0].compute_capability == capability,
     }
-    before = {name: getattr(module, name) for name in asked}
-    module.__dict__.update(asked)
-    here = sharding.AbstractDevice(devices[0].device_kind, None, platform="gpu")
+    originals = {name: getattr(module, name) for name in replacements}
+    module.__dict__.update(replacements)
+    device = sharding.AbstractDevice(devices[0].device_kind, None, platform="gpu")
     try:
-        with sharding.use_abstract_mesh(sharding.AbstractMesh((), (), abstract_device=here)):
+        with sharding.use_abstract_mesh(sharding.AbstractMesh((), (), abstract_device=device)):
             yield
     except RuntimeError as error:
         if "cuDNN" not in str(error):
             raise
-        remedy = "pip install nvidia-cudnn-cu13, or plan with attention=chunked"
-        raise ConfigError(f"Attention by cuDNN can't be compiled: {str(error).splitlines()[0]} {remedy}.") from error
+        raise ConfigError(
+            f"cuDNN attention cannot be compiled: {str(error).splitlines()[0]} Run pip install nvidia-cudnn-cu13, "
+            f"or plan "
+            f"with attention=chunked."
+        ) from error
     finally:
-        module.__dict__.update(before)
+        module.__dict__.update(originals)
 
 
 def on_gpus(plan: Plan, memory: DeviceMemory, gpus: GpuNodes) -> Plan:
-    """Return the plan of the stand-in with the counted memory, and a note about the source of each figure."""
+    """Return the plan for the proxy topology with the memory of GPUs, and a note about the sources of the numbers."""
     note = (
-        f"There is no compiler for {gpus.chip.name} here: pip install 'eqx_decoders[aot-gpu]' brings it. Memory is "
-        "counted: state and gradients by shardings, what is kept by tracing, beside it twice what a layer makes; no "
-        "compiler has confirmed it. Collectives and attention are of the step compiled for "
-        f"{gpus.nodes * gpus.each} TPUs ({gpus.stand_in}) in a mesh of the same sizes."
+        f"The compiler for {gpus.chip.name} is not installed: pip install 'eqx_decoders[aot-gpu]'. Memory is "
+        f"predicted, "
+        "not compiled: state and gradients from shardings, saved activations from tracing, and twice the "
+        "activations of "
+        f"one layer. Collectives and attention are those of a step compiled for {gpus.nodes * gpus.gpus_per_node} TPUs "
+        f"({gpus.proxy_topology}) with the same mesh."
     )
     return dataclasses.replace(plan, memory=memory, note=note)

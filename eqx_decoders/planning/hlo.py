@@ -1,4 +1,4 @@
-"""Parser of the text of a compiled XLA program: its operations, how often each runs, and bytes of their results."""
+"""Parser for the text of compiled XLA programs: operations, how often each operation runs, and sizes of results."""
 
 import functools
 import re
@@ -10,8 +10,8 @@ import eqx_decoders.errors as errors_module
 
 
 _LIBRARY = str(Path(errors_module.__file__).parent)
-# where every layer's operations pass through
-_EVERYWHERE = (
+# modules that all layers call; operations are attributed to their callers instead
+_COMMON_MODULES = (
     "einsum",
     "matmul",
     "low_rank",
@@ -33,11 +33,11 @@ _CALLED = re.compile(r"\b(?:body|calls|to_apply|true_computation|false_computati
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _SEVERAL = re.compile(r"\bcalled_computations=\{([^}]*)\}")
 _EITHER = re.compile(r"\b(?:true|false)_computation=%?([\w.\-]+)")
-# what these apply to every pair of numbers is no program of its own
+# operations whose computation applies to pairs of elements and is not a program
 _REDUCERS = ("all-reduce", "reduce-scatter", "reduce", "reduce-window", "sort", "scatter", "map", "select-and-scatter")
-_FUSED = "fusion-update"  # goes on with a collective beside a product of its own
+_FUSED = "fusion-update"  # continues an asynchronous collective and contains a product
 _PRODUCTS = ("dot", "ragged-dot", "scaled-dot", "convolution")
-# kernels of Pallas and Triton, and of NVIDIA's libraries
+# kernels of Pallas, Triton, and NVIDIA's libraries
 _KERNEL = re.compile(r'\bcustom_call_target="[^"]*(?:tpu_custom_call|mosaic|triton|cublas|cudnn|cutlass)')
 
 
@@ -54,7 +54,10 @@ KINDS = (
 
 
 class Op(NamedTuple):
-    """One operation: `%name = shape kind(rest`, rest being operands and attributes. root: whether it is returned."""
+    """One operation, `%name = shape kind(rest`.
+
+    `rest`: operands and attributes. `root`: whether it is the result of its computation.
+    """
 
     name: str
     shape: str
@@ -64,27 +67,32 @@ class Op(NamedTuple):
 
     @property
     def base(self) -> str:
-        """Return its kind, without the suffix of asynchronous pairs."""
+        """Return the kind without the suffix `-start` of asynchronous operations."""
         return self.kind.removesuffix("-start")
 
     @property
     def cause(self) -> str:
-        """Return the path of the traced operation; empty where XLA doesn't say."""
+        """Return the path of the traced operation (`op_name`), or an empty string."""
         match = _OP_NAME.search(self.rest)
         return match[1] if match else ""
 
     @property
     def operands(self) -> list[str]:
-        """Return the names of its operands."""
+        """Return the names of the operands."""
         return re.findall(r"%?([\w.\-]+)(?:#\d+)?(?=,|$)", re.sub(r"/\*.*?\*/", "", self.rest[: _closing(self.rest)]))
 
 
 class ComputationRun(NamedTuple):
-    """An operation as it runs: how often, inside how many loops, and in which computation.
+    """An operation and how often it runs.
 
-    caller: the operation whose computation it belongs to; None in the entry. unknown: whether a loop around it has a
-    number of trips that the program does not say: then it counts once. overlapped: whether it, or an operation around
-    it, is asynchronous, with a product between its start and its end.
+    **Arguments:**
+
+    - `times`: number of runs in the program.
+    - `depth`: number of loops around it.
+    - `caller`: operation that calls its computation. None: the entry computation.
+    - `computation`: name of its computation.
+    - `unknown`: whether a loop around it has an unknown trip count. Such loops count once.
+    - `overlapped`: whether it or an operation around it is asynchronous, with a product between its start and its end.
     """
 
     op: Op
@@ -97,10 +105,14 @@ class ComputationRun(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Operations of every computation, by its name, in order, and the name of the entry computation.
+    """Parsed program.
 
-    functions: the function of this library of each stack frame, by the number of the frame. multiplying: the
-    computations that run a product of arrays.
+    **Arguments:**
+
+    - `computations`: operations of each computation, in schedule order.
+    - `entry`: name of the entry computation.
+    - `functions`: function of this library for each stack frame id.
+    - `multiplying`: names of the computations that run a matrix product or kernel.
     """
 
     computations: dict[str, list[Op]]
@@ -109,7 +121,7 @@ class Program(NamedTuple):
     multiplying: frozenset[str]
 
     def runs(self) -> Iterator[ComputationRun]:
-        """Yield every operation that runs; of the branches of a condition, of which one runs, the heaviest."""
+        """Yield every operation that runs. For a conditional, the branch with the most communication counts."""
         yield from self._runs(self.entry, 1, 0, None, False, False, ())
 
     def _runs(
@@ -126,10 +138,10 @@ class Program(NamedTuple):
             return
         ops = self.computations.get(name, [])
         for place, op in enumerate(ops):
-            beside = overlapped or any(_multiplies(each, self.multiplying) for each in until_done(ops, place))
+            beside = overlapped or any(_multiplies(other, self.multiplying) for other in until_done(ops, place))
             yield ComputationRun(op, times, depth, caller, name, unknown, beside)
             if op.kind.endswith(("-done", "-update")):
-                continue  # what its start has run
+                continue  # its computation was yielded with the start
             inside = functools.partial(self._runs, caller=op, overlapped=beside, above=(*above, name))
             branches = _branches(op)
             if branches:
@@ -144,7 +156,7 @@ class Program(NamedTuple):
                     yield from inside(inner, times, depth, unknown=unknown)
 
     def trips(self, loop: Op) -> int | None:
-        """Return the trips of a loop, by XLA's note or the bound in its condition; None where data decide."""
+        """Return the trip count of a loop, from XLA's annotation or the bound in its condition. None: unknown."""
         known = re.search(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)', loop.rest)
         if known:
             return int(known[1])
@@ -158,19 +170,19 @@ class Program(NamedTuple):
         return bounds[0] if len(bounds) == 1 else None
 
     def function(self, op: Op) -> str:
-        """Return the function of this library that an operation is from; empty where the program doesn't say."""
+        """Return the function of this library that created an operation, or an empty string."""
         frame = re.search(r"\bstack_frame_id=(\d+)", op.rest)
         return self.functions.get(int(frame[1]), "") if frame else ""
 
     def loops(self) -> list[ComputationRun]:
-        """Return the loops that are in no other loop."""
+        """Return the outermost loops."""
         return [run for run in self.runs() if run.op.kind == "while" and run.depth == 0]
 
     def stacked(self, loop: Op) -> dict[str, int]:
-        """Return the shapes of the arrays that a loop writes piece by piece, one at each trip, and their numbers.
+        """Return the shapes of the arrays that a loop writes slice by slice, and how many there are of each shape.
 
-        They are the members of its carry that have its trips in front and that its body changes. For a scan over layers
-        in the forward pass these are the activations saved for the backward pass.
+        These are the members of the carry that the body changes and whose first dimension is the trip count. For a scan
+        over layers in the forward pass, they are the activations saved for the backward pass.
         """
         trips, body = self.trips(loop), re.search(r"\bbody=%?([\w.\-]+)", loop.rest)
         ops = self.computations.get(body[1], []) if body else []
@@ -189,9 +201,9 @@ class Program(NamedTuple):
 
 
 def until_done(ops: list[Op], place: int) -> Iterator[Op]:
-    """Yield the operations of a schedule between a start and its end, or the end of the schedule; none if it is none.
+    """Yield the operations between an asynchronous start and its done operation. Empty for other operations.
 
-    What stands there needs no result of it.
+    The scheduled operations in between do not depend on its result.
     """
     begin = ops[place]
     if not (begin.kind.endswith("-start") or begin.kind == "send"):
@@ -206,7 +218,7 @@ def until_done(ops: list[Op], place: int) -> Iterator[Op]:
 
 
 def _multiplies(op: Op, multiplying: Container[str]) -> bool:
-    """Return whether an operation is a product, a kernel, or runs one; of a start and its end, the start does."""
+    """Return whether an operation is or contains a product or kernel. For asynchronous pairs, only the start counts."""
     if op.kind.endswith(("-done", "-update")) and op.kind != _FUSED:
         return False
     if op.kind in _PRODUCTS or (op.base == "custom-call" and _KERNEL.search(op.rest)):
@@ -215,7 +227,10 @@ def _multiplies(op: Op, multiplying: Container[str]) -> bool:
 
 
 def _multiplying(computations: dict[str, list[Op]]) -> frozenset[str]:
-    """Return the computations that run a product. Those that a computation calls stand before it."""
+    """Return the computations that run a product.
+
+    A program lists a computation after the computations that it calls.
+    """
     found: set[str] = set()
     for name, ops in computations.items():
         if any(_multiplies(op, found) for op in ops):
@@ -245,9 +260,10 @@ def parse(text: str) -> Program:
 
 
 def _fused_kind(name: str, line: str) -> str:
-    """Return the kind of a fusion: of XLA:TPU's collectives that products are fused with, which part of three it is.
+    """Return the kind of a fusion.
 
-    Each part has the collective in its computation, and the second one the product.
+    XLA:TPU fuses asynchronous collectives with products into three fusions: start, update (with the product) and done.
+    Each has the collective in its computation.
     """
     part = re.match(r"async-collective-(start|done)\b", name)
     return f"fusion-{part[1]}" if part else _FUSED if "calls=%async_collective_fusion" in line else "fusion"
@@ -255,7 +271,7 @@ def _fused_kind(name: str, line: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def shape_bytes(shape: str) -> int:
-    """Return the bytes of an array, or of all arrays in a tuple: `"(f32[2,3]{1,0}, u8[4])"` are 28."""
+    """Return the bytes of an array, or of all arrays in a tuple: 28 for `"(f32[2,3]{1,0}, u8[4])"`."""
     total = 0
     for kind, sizes in _SHAPE.findall(shape):
         bits = _BITS.get(kind)
@@ -270,7 +286,7 @@ def shape_bytes(shape: str) -> int:
 
 
 def members(shape: str) -> list[str]:
-    """Return the members of a tuple's shape: two of `"(f32[2]{0:T(8,128)}, (s32[], u8[4]))"`; or the shape itself."""
+    """Return the member shapes of a tuple, such as two for `"(f32[2]{0}, (s32[], u8[4]))"`; or the shape itself."""
     text = re.sub(r"/\*.*?\*/", "", shape).strip()
     if not text.startswith("("):
         return [text]
@@ -311,19 +327,19 @@ def _branches(op: Op) -> list[str]:
 
 
 def _weight(runs: list[ComputationRun]) -> tuple[int, int]:
-    """Return a key by which to choose a branch: the bytes that it communicates, then its length."""
+    """Return the sort key of a branch: the bytes that it communicates, then its length."""
     moved = sum(run.times * shape_bytes(run.op.shape) for run in runs if run.op.base in KINDS)
     return moved, len(runs)
 
 
 def functions(text: str) -> dict[int, str]:
-    """Return the innermost function of this library on each stack frame, such as `"mlp: MLP.__call__"`, by number."""
+    """Return the innermost function of this library for each stack frame id, such as `"mlp: MLP.__call__"`."""
     tables = _tables(text)
     files, names = ({i: row.strip('"') for i, row in tables[name].items()} for name in ("FileNames", "FunctionNames"))
     locations = {i: _row_fields(row) for i, row in tables["FileLocations"].items()}
     frames = {i: _row_fields(row) for i, row in tables["StackFrames"].items()}
-    # some versions write the number of the parent, others the next one, so that none is 1
-    later = any(frame.get("parent_frame_id") == i for i, frame in frames.items())
+    # some versions of XLA write the id of the parent, others the id plus one, so that "no parent" is 1
+    offset = any(frame.get("parent_frame_id") == i for i, frame in frames.items())
 
     def owner(number: int) -> str:
         seen: set[int] = set()
@@ -331,10 +347,10 @@ def functions(text: str) -> dict[int, str]:
             seen.add(number)
             location = locations.get(frames[number].get("file_location_id", 0), {})
             file = files.get(location.get("file_name_id", 0), "")
-            if file.startswith(_LIBRARY) and Path(file).stem not in _EVERYWHERE:
+            if file.startswith(_LIBRARY) and Path(file).stem not in _COMMON_MODULES:
                 function = names.get(location.get("function_name_id", 0), "").replace(".<locals>", "")
                 return f"{Path(file).stem}: {function}"
-            number = frames[number].get("parent_frame_id", 0) - later
+            number = frames[number].get("parent_frame_id", 0) - offset
         return ""
 
     return {number: owner(number) for number in frames}

@@ -1,4 +1,4 @@
-"""The machine of a planned step: its chips, and the bandwidth between the members of a group."""
+"""`Machine`: chips of a planned step, and the bandwidth between groups of devices."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ _DIE_TO_DIE = 6  # links between the two dies of a v7x chip (Google's Ironwood p
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Route:
-    """Links between the members of a group.
+    """Links between the devices of a group.
 
     **Arguments:**
 
-    - `bandwidth`: bytes a second that leave a device on all links of the fast network that the group uses, both ways of
-        a ring added up; 0 where the group has a single member there.
-    - `hops`: half of the longest ring, or the whole of the longest line.
-    - `members`: members of the group that the fast network joins.
-    - `parts`: slices or nodes over which the group reaches.
+    - `bandwidth`: bytes/s that a device can send over all links of the fast network that the group uses, in both
+        directions of a ring. 0: the group has one device per slice or node.
+    - `hops`: length of the longest path: half of a ring, or all of a line.
+    - `members`: number of devices per slice or node.
+    - `parts`: number of slices or nodes.
     """
 
     bandwidth: float
@@ -35,13 +35,13 @@ class Route:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Devices in the order of the mesh.
+    """Devices of a mesh, in its order.
 
     **Arguments:**
 
-    - `chip`: their data sheet.
-    - `positions`: slice or node, coordinates there, and number on the chip of each device.
-    - `extents`: chips along each coordinate.
+    - `chip`: data sheet of the chips.
+    - `positions`: slice or node, coordinates, and core on the chip of each device.
+    - `extents`: number of chips along each coordinate.
     """
 
     chip: Chip
@@ -50,7 +50,7 @@ class Machine:
 
     @classmethod
     def of_nodes(cls, chip: Chip, nodes: Sequence[int]) -> "Machine":
-        """Describe devices with these numbers of their nodes, in each of which a switch joins all."""
+        """Return the machine for GPUs, given the node of each device. A switch connects the GPUs of a node."""
         counts = dict.fromkeys(nodes, 0)
         positions = []
         for node in nodes:
@@ -60,17 +60,19 @@ class Machine:
 
     @classmethod
     def of(cls, devices: Sequence[Any]) -> "Machine":
-        """Describe the devices of a topology of TPUs or GPUs, in the order of the mesh."""
+        """Return the machine for the devices of a TPU or GPU topology, in the order of the mesh."""
         kind = devices[0].device_kind
         chip = chip_of(kind)
         if chip is None:
             known = ", ".join(chip.name for chip in CHIPS)
-            raise ConfigError(f"topology: there are no figures of {kind!r}. Known: {known}.")
+            raise ConfigError(f"topology: the chip {kind!r} is not in the table of chips. Known chips: {known}.")
         if chip.node:
             return cls.of_nodes(chip, [device.process_index for device in devices])
         positions = tuple((slice_of(device), tuple(device.coords), int(device.core_on_chip)) for device in devices)
         return cls(
-            chip, positions, tuple(1 + max(column) for column in zip(*(one[1] for one in positions), strict=True))
+            chip,
+            positions,
+            tuple(1 + max(column) for column in zip(*(position[1] for position in positions), strict=True)),
         )
 
     @property
@@ -79,32 +81,32 @@ class Machine:
         return self.product_flops()
 
     def product_flops(self, format: str | None = None) -> float:
-        """Return the dense FLOP/s of one device, for 8-bit numbers in a format, or for bf16."""
+        """Return the dense FLOP/s of one device: for an 8-bit format if the chip has a rate for it, else for bf16."""
         return (self.chip.eight_bit if format in self.chip.formats else self.chip.bf16) / self.chip.devices
 
     @property
     def memory(self) -> float:
-        """Return the bytes of one device."""
+        """Return the memory of one device in bytes."""
         return self.chip.memory / self.chip.devices
 
     @property
     def memory_bandwidth(self) -> float:
-        """Return the bytes a second between one device and its memory."""
+        """Return the memory bandwidth of one device in bytes/s."""
         return self.chip.memory_bandwidth / self.chip.devices
 
     def busiest_link(self, pairs: Sequence[Sequence[int]]) -> int:
-        """Return how many messages take the same link, if each pair, source and target in the mesh, sends one at once.
+        """Return the maximum number of messages on one link, if each pair (source, target) sends one at the same time.
 
-        0 where none leaves its device, 1 between GPUs and within a chip.
+        0: no message leaves its device. 1: between GPUs, and within a chip.
         """
         ends = [tuple(self.positions[device] for device in pair) for pair in pairs if len(set(pair)) > 1]
         if not ends or self.chip.node:
             return min(1, len(ends))
-        inside = [[end[1] for end in each] for each in ends if each[0][0] == ends[0][0][0]]  # all slices are alike
+        inside = [[end[1] for end in pair] for pair in ends if pair[0][0] == ends[0][0][0]]  # all slices are alike
         return max(1, busiest_link(self.chip, self.extents, *np.moveaxis(np.array(inside), 1, 0)))
 
     def route(self, group: Sequence[int]) -> Route:
-        """Return the links between these devices, given by their positions in the mesh."""
+        """Return the links between devices, given by their indices in the mesh."""
         positions = [self.positions[member] for member in group]
         parts = len({position[0] for position in positions})
         inside = [position for position in positions if position[0] == positions[0][0]]

@@ -1,4 +1,4 @@
-"""The plan of a step: memory, operations, collectives and time, as `step_plan` and `decoding_step` make it."""
+"""Plans of steps: memory, FLOPs, collectives and estimated time. Created by `step_plan` and `decoding_step`."""
 
 import dataclasses
 
@@ -10,17 +10,16 @@ from eqx_decoders.planning.roofline import Roofline
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operations:
-    """Floating-point operations of a step on all devices together.
+    """FLOPs of a step, summed over all devices.
 
     **Arguments:**
 
-    - `model`: of the model, forward and backward, as MFU counts them.
-    - `attention`: those of the model that are not of weights.
-    - `computed`: all products of the program, recomputation included. For attention in loops whose trips depend on
-        data, as many as the model has; for experts in such loops, or with room for the worst case, as many as the
-        tokens need.
-    - `six_nd`: 6 * weights that multiply * tokens.
-    - `eight_bit`: those of `computed` that are of 8-bit numbers.
+    - `model`: FLOPs of the model, forward and backward, as used for MFU.
+    - `attention`: the part of `model` that belongs to attention (products without weights).
+    - `computed`: FLOPs of all products of the program, including recomputation. Attention whose loops depend on data
+        counts as in `model`. Experts count with what the tokens need, without padding for the worst case.
+    - `six_nd`: 6 x parameters in matrix products x tokens.
+    - `eight_bit`: the part of `computed` with 8-bit operands.
     """
 
     model: float
@@ -32,16 +31,16 @@ class Operations:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """Needs of a step of any kind.
+    """Plan of a training or decoding step.
 
     **Arguments:**
 
-    - `machine`: the machine that it is planned for.
-    - `memory`: of a device.
-    - `collectives`: of a device; None where the compiled program can't be read.
-    - `roofline`: the estimate.
-    - `seconds`: time of the compilation.
-    - `compiler_message`: the compiler's error where it did not compile the step, or print it.
+    - `machine`: the machine.
+    - `memory`: memory of one device.
+    - `collectives`: collectives of one device. None: the compiled program cannot be printed.
+    - `roofline`: time estimate.
+    - `seconds`: compilation time.
+    - `compiler_message`: compiler error, if the step was not compiled or cannot be printed.
     """
 
     machine: Machine
@@ -54,15 +53,15 @@ class PlannedStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(PlannedStep):
-    """Needs of a training step.
+    """Plan of a training step.
 
     **Arguments:**
 
-    - `operations`: of all devices.
-    - `tokens`: of a step.
-    - `replicated`: the share of the weights that is whole along an axis of the mesh that splits others.
-    - `attention`: the kernels of attention in the compiled program, by their names in the registry.
-    - `note`: the source of each figure, if not the compiler of these devices.
+    - `operations`: FLOPs.
+    - `tokens`: number of tokens per step.
+    - `replicated`: fraction of the weights that is replicated along a mesh axis that shards other weights.
+    - `attention`: names of the attention kernels in the compiled program.
+    - `note`: sources of the numbers, if they are not from a compiler for these devices.
     """
 
     operations: Operations

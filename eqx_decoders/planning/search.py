@@ -1,4 +1,4 @@
-"""Search for a mesh: all that the devices can form, ranked by an estimate that needs no compiler."""
+"""Mesh search: lists all meshes of the devices, and estimates a step on each without compilation."""
 
 import dataclasses
 import itertools
@@ -23,31 +23,31 @@ from eqx_decoders.training.step.balance import expert_configs
 from eqx_decoders.training.step.step import Trainer
 
 
-_SUMS = 4  # of activations in a layer whose heads and mlp are split: two forward, two backward
-_RECOMPUTED = 4 / 3  # operations, where a layer is computed again
+_REDUCTIONS = 4  # all-reduces of activations per layer with tensor parallelism: two forward, two backward
+_RECOMPUTATION = 4 / 3  # factor of the FLOPs with remat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Estimate of a mesh without compiling: seconds of a step if nothing overlaps, bytes of state and gradients."""
+    """Estimate for a mesh: seconds of a step without overlap, and bytes of state and gradients per device."""
 
     seconds: float
     state: int
 
 
 def meshes(devices: int, slices: int, axes: Sequence[str]) -> list[dict[str, int]]:
-    """Return all sizes along `axes` whose product is the number of devices; `data` is a multiple of the slices."""
+    """Return all meshes over `axes` for a number of devices. `data` is a multiple of the number of slices."""
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
     products = [dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(divisors, repeat=len(axes))]
     return [mesh for mesh in products if math.prod(mesh.values()) == devices and mesh.get("data", 1) % slices == 0]
 
 
 def estimate(model: Decoder, trainer: Trainer, machine: Machine, *, batch_size: int, seq_len: int) -> Estimate:
-    """Estimate a step by counting alone.
+    """Estimate a step without compilation.
 
-    Weights are gathered twice and their gradients scattered once along axes that split them but not the activations;
-    activations are added up in layers whose heads are split; gradients are added up along `data`; tokens travel to
-    experts and back. Smaller exchanges (the head's tiles) are left to the compiler.
+    The estimate includes these collectives: weights are gathered twice and their gradients reduce-scattered once along
+    axes that shard weights but not activations; activations are all-reduced with tensor parallelism; gradients are
+    all-reduced along `data`; tokens are sent to experts and back. Smaller collectives are left out.
     """
     execution = model.execution
     layout, sizes, tokens = execution.layout, execution.layout.sizes, batch_size * seq_len
@@ -58,11 +58,11 @@ def estimate(model: Decoder, trainer: Trainer, machine: Machine, *, batch_size: 
     def send(kind: str, bytes: int, axes: tuple[str, ...], times: int = 1) -> None:
         group = _group(layout, axes)
         if len(group) > 1 and bytes > 0:
-            one = Collective(
+            collective = Collective(
                 kind=kind, bytes=bytes, times=1, groups=(group,), axes=axes, shape="", phase="", cause="",
                 unknown=False,
             )  # fmt: skip
-            for name, time in collective_seconds(one, machine).items():
+            for name, time in collective_seconds(collective, machine).items():
                 seconds[name] = seconds.get(name, 0.0) + times * time
 
     for axes, size in _gathered(model).items():
@@ -70,13 +70,13 @@ def estimate(model: Decoder, trainer: Trainer, machine: Machine, *, batch_size: 
     parts = layout.activation_shards("batch length embed", (batch_size, seq_len, model.config.embed_dim))
     activations = tokens * model.config.embed_dim * jnp.dtype(execution.precision.compute).itemsize // parts
     heads = tuple(axis for axis in FEATURES if sizes[axis] > 1)
-    send("all-reduce", activations, heads, times=_SUMS * len(model.config.blocks))
+    send("all-reduce", activations, heads, times=_REDUCTIONS * len(model.config.blocks))
     for kind, size, times in _to_experts(model, activations):
         send(kind, size, ("expert",) if sizes["expert"] > 1 else (), times=times)
     send("all-reduce", memory.gradients, ("data",) if sizes["data"] > 1 else ())
     compute = tokens * flops_per_token(model, seq_len, trainable=trainer.trainable) / devices / machine.flops
     line = Roofline(
-        compute=compute * (1.0 if execution.remat is None else _RECOMPUTED),
+        compute=compute * (1.0 if execution.remat is None else _RECOMPUTATION),
         memory=moved_bytes(model, memory) / machine.memory_bandwidth,
         networks=seconds,
         model_flops_seconds=compute,
@@ -85,9 +85,10 @@ def estimate(model: Decoder, trainer: Trainer, machine: Machine, *, batch_size: 
 
 
 def _to_experts(model: Decoder, activations: int) -> Iterator[tuple[str, int, int]]:
-    """Yield kind, bytes and times of the collectives of layers with experts; `activations`: bytes of a device's tokens.
+    """Yield kind, bytes and number of runs of the collectives of layers with experts.
 
-    Forward, recomputed and backward; there tokens are sent, or gathered, and results are sent back, or scattered.
+    Tokens are sent to experts and back, or gathered and reduce-scattered, in the forward pass, in the recomputation and
+    in the backward pass. `activations`: bytes of the activations of a device's tokens.
     """
     execution = model.execution
     parts = execution.layout.sizes["expert"]
@@ -102,13 +103,13 @@ def _to_experts(model: Decoder, activations: int) -> Iterator[tuple[str, int, in
 
 
 def _gathered(model: Decoder) -> dict[tuple[str, ...], int]:
-    """Return the bytes of weights that a device gathers along each set of axes, in the dtype of products."""
-    words = axes_of_weights(model)
+    """Return the bytes of weights that a device gathers by mesh axes, in the compute dtype."""
+    axis_names = axes_of_weights(model)
     layout, dtype = model.execution.layout, jnp.dtype(model.execution.precision.compute)
     gathered: dict[tuple[str, ...], int] = {}
     for name, leaf in named_leaves(model).items():
         stored, used = ([axis for group in spec for axis in names_of(group)]
-                        for spec in (leaf.sharding.spec, layout.gathered_spec(words[name])))  # fmt: skip
+                        for spec in (leaf.sharding.spec, layout.gathered_spec(axis_names[name])))  # fmt: skip
         along = tuple(axis for axis in layout.sizes if axis in stored and axis not in used)
         whole = device_bytes(leaf) // leaf.dtype.itemsize * math.prod(layout.sizes[axis] for axis in along)
         if along:
@@ -117,7 +118,7 @@ def _gathered(model: Decoder) -> dict[tuple[str, ...], int]:
 
 
 def _group(layout: Layout, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the positions in the mesh of the devices that the first one meets along these axes."""
+    """Return the indices of the devices in the group of the first device along these axes."""
     sizes = layout.sizes
     devices = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
     group = devices[tuple(slice(None) if name in axes else 0 for name in sizes)]

@@ -1,6 +1,6 @@
-"""Plans of models of many sizes: the slice of each, the order in which they are compiled, and a table of results.
+"""Plans for models of all sizes: the slice for each model, the order of compilation, and the table of results.
 
-A row is plain JSON: the model, its slice, and what `scripts/plan.py --json` says, or the error.
+A row of results is plain JSON: the model, its slice, and the output of `scripts/plan.py --json`, or an error.
 """
 
 import itertools
@@ -13,14 +13,15 @@ from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.model.init import count_parameters
 
 
-LEAST, MOST = 0.95e9, 1.2e12  # weights of those that are planned: 1b to 1t
+MIN_PARAMETERS = 0.95e9
+MAX_PARAMETERS = 1.2e12
 Chips = Literal["tpu", "h100"]
 
 
 class Slice(NamedTuple):
-    """A slice of chips for models of up to `weights` weights, and the rows of a batch for each of its devices."""
+    """Slice of chips for models with up to `max_parameters` parameters. `rows`: maximum sequences per device."""
 
-    weights: float
+    max_parameters: float
     topology: str
     devices: int
     rows: int
@@ -33,7 +34,7 @@ SLICES: dict[Chips, tuple[Slice, ...]] = {
         Slice(40e9, "v5p:4x4x4", 64, 4),
         Slice(130e9, "v5p:4x4x8", 128, 2),
         Slice(700e9, "v5p:8x8x8", 512, 2),
-        Slice(MOST, "v5p:8x8x16", 1024, 2),
+        Slice(MAX_PARAMETERS, "v5p:8x8x16", 1024, 2),
     ),
     "h100": (
         Slice(10e9, "h100:1x8", 8, 4),
@@ -45,11 +46,11 @@ SLICES: dict[Chips, tuple[Slice, ...]] = {
 
 
 def sized(names: Iterable[str], chips: Chips = "tpu") -> dict[str, int]:
-    """Return the weights of each of these models that has a slice of such chips, smallest first."""
-    weights, most = {name: count_parameters(get_config(name)) for name in names}, SLICES[chips][-1].weights
-    return dict(
-        sorted(((name, size) for name, size in weights.items() if LEAST <= size <= most), key=lambda one: one[1])
-    )
+    """Return the number of parameters of each model that fits on a slice of these chips, in increasing order."""
+    parameters = {name: count_parameters(get_config(name)) for name in names}
+    maximum = SLICES[chips][-1].max_parameters
+    fitting = [(name, size) for name, size in parameters.items() if MIN_PARAMETERS <= size <= maximum]
+    return dict(sorted(fitting, key=lambda item: item[1]))
 
 
 def family(name: str) -> str:
@@ -58,35 +59,35 @@ def family(name: str) -> str:
 
 
 def spread(names: Iterable[str]) -> list[str]:
-    """Order names so that one of each family comes first, then a second one of each, and so on."""
-    groups = [list(each) for _, each in itertools.groupby(sorted(names, key=family), key=family)]
+    """Order names round-robin over families."""
+    groups = [list(slice_) for _, slice_ in itertools.groupby(sorted(names, key=family), key=family)]
     return [name for turn in itertools.zip_longest(*groups) for name in turn if name is not None]
 
 
-def slice_of(weights: int, chips: Chips = "tpu") -> Slice:
-    """Return the smallest slice for a model of this number of weights."""
-    return next(each for each in SLICES[chips] if weights <= each.weights)
+def slice_of(parameters: int, chips: Chips = "tpu") -> Slice:
+    """Return the smallest slice for a model with this number of parameters."""
+    return next(slice_ for slice_ in SLICES[chips] if parameters <= slice_.max_parameters)
 
 
-def rows_tried(place: Slice) -> list[int]:
-    """Return the rows of a batch for each device to be tried, from those of the slice to one, by halves."""
-    return [rows for rows in (4, 2, 1) if rows <= place.rows]
+def rows_tried(slice_: Slice) -> list[int]:
+    """Return the numbers of sequences per device to try, in decreasing order."""
+    return [rows for rows in (4, 2, 1) if rows <= slice_.rows]
 
 
-def flags(name: str, place: Slice, rows: int) -> list[str]:
-    """Return the arguments with which `scripts/plan.py` plans a model on a slice with these rows for each device."""
+def flags(name: str, slice_: Slice, rows: int) -> list[str]:
+    """Return the arguments of `scripts/plan.py` for a model on a slice with `rows` sequences per device."""
     positions = get_config(name).positions
-    longest = positions.max_positions if isinstance(positions, LearnedPositions) else SEQ_LEN
-    seq_len = min(SEQ_LEN, longest)
-    batch_size = rows * place.devices * (SEQ_LEN // seq_len)
+    max_length = positions.max_positions if isinstance(positions, LearnedPositions) else SEQ_LEN
+    seq_len = min(SEQ_LEN, max_length)
+    batch_size = rows * slice_.devices * (SEQ_LEN // seq_len)
     return [
-        *(name, "--topology", place.topology, "--batch-size", str(batch_size)),
+        *(name, "--topology", slice_.topology, "--batch-size", str(batch_size)),
         *("--seq-len", str(seq_len), "--search", "1", "--until", "memory", "--json"),
     ]
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Format the planned rows as a table in Markdown, smallest model first, and a line for each that failed."""
+    """Format rows of results as a Markdown table, the smallest model first, followed by a line for each error."""
     rows = sorted(rows, key=lambda row: row["parameters"])
     lines = [
         "| model | weights | chips | mesh | remat | tokens | peak (of) GB | sent GB | step s | MFU |",
@@ -100,7 +101,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
 def _line(row: Mapping[str, Any]) -> str:
     plan = row["plan"]
     settings, memory = plan["settings"], plan["memory"]
-    sent = "" if plan["collectives"] is None else f"{sum(one['total'] for one in plan['collectives']) / 1e9:,.0f}"
+    sent = "" if plan["collectives"] is None else f"{sum(entry['total'] for entry in plan['collectives']) / 1e9:,.0f}"
     cells: Sequence[str] = (
         f"`{row['model']}`",
         f"{row['parameters'] / 1e9:,.1f} b",

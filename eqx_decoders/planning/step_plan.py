@@ -1,4 +1,4 @@
-"""Planning of a training step: compiled for a machine that is not here, counted, and estimated."""
+"""`make_plan`: compiles a training step for a machine that need not be attached, and estimates its time."""
 
 import dataclasses
 import re
@@ -27,7 +27,7 @@ from eqx_decoders.training.flops import flops_per_token, matmul_parameters
 from eqx_decoders.training.step.step import Trainer
 
 
-_RECOMPUTED = 4 / 3  # products of experts, where the forward pass is computed again
+_RECOMPUTATION = 4 / 3  # factor of the FLOPs of experts if the forward pass is recomputed
 
 
 def make_plan(
@@ -41,37 +41,38 @@ def make_plan(
     options: Mapping[str, str] | None = None,
     until: Until = "code",
 ) -> Plan:
-    """Compile the step of `model` (of shapes, on a mesh of the machine's devices) and count.
+    """Compile a training step, and return its memory, collectives, FLOPs and estimated time.
 
     **Arguments:**
 
-    - `media`: images besides the tokens (see `abstract_media`); operations are those of the decoder alone.
-    - `options`: options of XLA's compiler.
-    - `until`: "memory" ends the compilation for a TPU when memory is assigned, before there is machine code: a fraction
-        of the time. Later errors (a kernel that finds no room) are not found.
+    - `model`: model with shapes instead of arrays, on a mesh of the machine's devices.
+    - `media`: images in addition to the tokens (see `abstract_media`). FLOPs are those of the decoder only.
+    - `options`: XLA compiler options.
+    - `until`: "memory": stop the compilation for a TPU after memory assignment, before machine code is generated, which
+        takes a fraction of the time. Later errors, such as a kernel without enough memory, are not found.
     """
     layout = model.execution.layout
     state, batch = trainer.abstract(model, key=jax.random.key(0)), abstract_batch(layout, batch_size, seq_len)
     batch = dataclasses.replace(batch, media=media)
     traced = trainer.trace(state, batch)
-    done = operations(model, trainer, traced.jaxpr, batch_size, seq_len)
-    known = state_memory(trainer, state, machine.memory)
+    operation_counts = operations(model, trainer, traced.jaxpr, batch_size, seq_len)
+    known_memory = state_memory(trainer, state, machine.memory)
     started = time.perf_counter()
-    memory, program, message = compile_step(traced, known, dict(options or {}), until)
+    memory, program, message = compile_step(traced, known_memory, dict(options or {}), until)
     sent = None if program is None else tuple(collectives(program, layout.sizes))
     devices = len(machine.positions)
-    line = Roofline(
-        compute=_compute_seconds(done, machine, model.execution.low_precision),
+    roofline = Roofline(
+        compute=_compute_seconds(operation_counts, machine, model.execution.low_precision),
         memory=moved_bytes(model, memory) / machine.memory_bandwidth,
         networks=network_seconds(sent or (), machine),
-        model_flops_seconds=done.model / devices / machine.flops,
+        model_flops_seconds=operation_counts.model / devices / machine.flops,
     )
     return Plan(
         machine=machine,
         memory=memory,
-        operations=done,
+        operations=operation_counts,
         collectives=sent,
-        roofline=line,
+        roofline=roofline,
         seconds=time.perf_counter() - started,
         compiler_message=message,
         tokens=batch_size * seq_len,
@@ -81,37 +82,45 @@ def make_plan(
 
 
 def attention_kernels(program: Program) -> tuple[str, ...]:
-    """Return the names of the attention kernels of which a program has operations."""
+    """Return the names of the attention kernels in a program."""
     scopes = {part for ops in program.computations.values() for op in ops for part in re.findall(r"\w+", op.cause)}
     return tuple(name for name, kernel in KERNELS.items() if kernel.scope in scopes)
 
 
-def _compute_seconds(done: Operations, machine: Machine, rounding: LowPrecision | None) -> float:
-    """Return the seconds of all products at their peaks, that of 8 bits where the chip has it for them."""
+def _compute_seconds(operation_counts: Operations, machine: Machine, rounding: LowPrecision | None) -> float:
+    """Return the seconds of all products at peak FLOP/s. 8-bit products run at the chip's 8-bit rate, if it has one."""
     rate = machine.product_flops(None if rounding is None else rounding.format)
-    return ((done.computed - done.eight_bit) / machine.flops + done.eight_bit / rate) / len(machine.positions)
+    return (
+        (operation_counts.computed - operation_counts.eight_bit) / machine.flops + operation_counts.eight_bit / rate
+    ) / len(machine.positions)
 
 
 def operations(model: Decoder, trainer: Trainer, jaxpr: Any, batch_size: int, seq_len: int) -> Operations:
-    """Count the operations of the model by its weights, and of the traced step by its products."""
+    """Count the FLOPs of a step: of the model by its parameters, and of the traced program by its products.
+
+    The arrays of experts have room for the worst case. Their FLOPs are at most what the tokens of the batch need.
+    """
     tokens = batch_size * seq_len
-    whole = tokens * flops_per_token(model, seq_len, trainable=trainer.trainable)
-    attention = whole - tokens * flops_per_token(model, 0, trainable=trainer.trainable)
+    model_flops = tokens * flops_per_token(model, seq_len, trainable=trainer.trainable)
+    attention = model_flops - tokens * flops_per_token(model, 0, trainable=trainer.trainable)
     flops = products(jaxpr)
-    needed = 6.0 * tokens * _expert_weights(model) * (1.0 if model.execution.remat is None else _RECOMPUTED)
-    experts = needed if flops.loose else min(flops.ragged, needed)
+    needed = 6.0 * tokens * _expert_weights(model) * (1.0 if model.execution.remat is None else _RECOMPUTATION)
+    experts = needed if flops.has_uncounted_grouped else min(flops.grouped, needed)
+    eight_bit_experts = 0.0
+    if flops.grouped > 0 and not flops.has_uncounted_grouped:
+        eight_bit_experts = experts * flops.grouped_eight_bit / flops.grouped
     return Operations(
-        model=whole,
+        model=model_flops,
         attention=attention,
-        computed=flops.counted - flops.ragged + experts + (attention if flops.uncounted else 0.0),
+        computed=flops.counted - flops.grouped + experts + (attention if flops.has_uncounted else 0.0),
         six_nd=6.0 * tokens * matmul_parameters(model.config),
-        eight_bit=flops.eight_bit,
+        eight_bit=flops.eight_bit - flops.grouped_eight_bit + eight_bit_experts,
     )
 
 
 def _expert_weights(model: Decoder) -> int:
-    """Count the weights of experts that a token uses."""
-    words = axes(model)
+    """Return the number of expert weights that a token uses."""
+    axis_names = axes(model)
     return sum(
-        size for name, size in active_parameters(model).items() if {"experts", "embed", "mlp"} <= set(words[name])
+        size for name, size in active_parameters(model).items() if {"experts", "embed", "mlp"} <= set(axis_names[name])
     )

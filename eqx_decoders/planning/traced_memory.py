@@ -1,4 +1,4 @@
-"""Batches of a planned step as shapes, and its memory by shardings and tracing, before anything is compiled."""
+"""Memory of a step without compilation, from shardings and tracing, and batches of a step as shapes."""
 
 import dataclasses
 import math
@@ -25,12 +25,12 @@ from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.train_state import TrainState
 
 
-FEATURES = ("tensor", "tensor_sequence")  # along which heads and mlp are split
-_BOTH = 2  # what a layer makes, and the gradients of it
+FEATURES = ("tensor", "tensor_sequence")  # mesh axes that shard heads and mlp
+_VALUES_AND_GRADIENTS = 2
 
 
 def abstract_batch(layout: Layout, batch_size: int, seq_len: int) -> Batch:
-    """Return a batch of a run as shapes, split over the mesh as a run splits it."""
+    """Return a training batch as shapes, with the shardings of a training run."""
     shape = (batch_size, seq_len)
     split = layout.activation_sharding("batch length", shape)
 
@@ -44,36 +44,39 @@ def abstract_batch(layout: Layout, batch_size: int, seq_len: int) -> Batch:
 def abstract_media(
     config: DecoderConfig, layout: Layout, batch_size: int, seq_len: int, *, images: int, side: int
 ) -> Media:
-    """Return the media of a batch whose sequences each begin with `images` images of `side` pixels, as shapes.
+    """Return the media of a batch as shapes: each sequence starts with `images` images of `side` x `side` pixels.
 
-    A model whose positions are of one size takes images of that size, whatever `side` is.
+    If the model supports only one image size, that size is used instead of `side`.
     """
     media = config.media
     stem = None if media is None or media.vision is None else media.vision.stem
     if media is None or media.image_token is None or not isinstance(stem, PatchStemConfig | WholeImageStem):
-        raise ConfigError(f"images={images} needs a model that sees: this one has no encoder of images.")
+        raise ConfigError(f"images={images} needs a vision-language model, but this model has no image encoder.")
     if isinstance(stem, WholeImageStem):
         arrays, tokens = _whole_images(stem, images, side)
     else:
         tiles = media.tiles
         cut = _image_patches(stem, images, side) if tiles is None else _image_tiles(stem, tiles, images, side)
         arrays, tokens = cut
-    rule = f"images={images} of {side} x {side} pixels are {tokens} tokens: seq_len={seq_len} must be above"
-    check(0 < tokens < seq_len, f"{rule}.")
+    check(
+        0 < tokens < seq_len,
+        f"images={images} of {side} x {side} pixels have {tokens} tokens, which must be fewer than seq_len={seq_len}: "
+        f"increase seq_len.",
+    )
     ids = np.zeros((1, seq_len), np.int32)
     ids[0, :tokens] = media.image_token
-    one = Media.create(config, ids, **arrays, segment_ids=np.ones_like(ids))
+    sequence_media = Media.create(config, ids, **arrays, segment_ids=np.ones_like(ids))
 
-    def of_batch(leaf: Any) -> jax.ShapeDtypeStruct:
+    def repeat(leaf: Any) -> jax.ShapeDtypeStruct:
         shape = (leaf.shape[0] * batch_size, *leaf.shape[1:])
         sharding = layout.activation_sharding("batch", shape[:1])
         return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype), sharding=sharding)
 
-    return jax.tree.map(of_batch, one)
+    return jax.tree.map(repeat, sequence_media)
 
 
 def _image_patches(stem: PatchStemConfig, images: int, side: int) -> tuple[dict[str, Any], int]:
-    """Return the arrays of so many images, and their tokens."""
+    """Return the arrays of images, and their number of tokens."""
     fixed = isinstance(stem.positions, LearnedGrid) and stem.positions.resample == "none"
     rows = stem.positions.side if fixed and isinstance(stem.positions, LearnedGrid) else side // stem.size
     rows -= rows % stem.merge
@@ -95,7 +98,7 @@ def _whole_images(stem: WholeImageStem, images: int, side: int) -> tuple[dict[st
 
 
 def state_memory(trainer: Trainer, state: TrainState, capacity: int | float) -> DeviceMemory:
-    """Return the memory of the state and the gradients on a device, by their shardings."""
+    """Return the memory of the state and the gradients on a device, from their shardings."""
     weights, shardings = named_leaves(state.model), trainer.state_shardings(state.model)
     return DeviceMemory(
         parameters=_bytes(state.model),
@@ -108,12 +111,12 @@ def state_memory(trainer: Trainer, state: TrainState, capacity: int | float) -> 
 
 
 def predicted_bytes(model: Decoder, trainer: Trainer, machine: Machine, *, batch_size: int, seq_len: int) -> int:
-    """Predict the memory of a device: state, gradients, saved activations, and twice those of one layer."""
+    """Predict the peak memory of a device: state, gradients, saved activations, and all activations of one layer."""
     memory = state_memory(trainer, trainer.abstract(model, key=jax.random.key(0)), machine.memory)
     shape = dict(batch_size=batch_size, seq_len=seq_len)
     saved = saved_activation_bytes(model, trainer, **shape)
     layer = saved_activation_bytes(model.replace(remat=None), trainer, **shape) // len(model.config.blocks)
-    return memory.state + memory.gradients + saved + _BOTH * layer
+    return memory.state + memory.gradients + saved + _VALUES_AND_GRADIENTS * layer
 
 
 def saved_activation_bytes(model: Decoder, trainer: Trainer, *, batch_size: int, seq_len: int) -> int:
@@ -127,7 +130,7 @@ def saved_activation_bytes(model: Decoder, trainer: Trainer, *, batch_size: int,
 
 
 def saved_arrays(jaxpr: Any) -> list[Any]:
-    """Return the stacked results of a loop that a later one reads piece by piece, in shapes of all devices."""
+    """Return the stacked outputs of a scan that a later scan reads slice by slice. Shapes are global."""
     written: dict[Any, Any] = {}
     saved: dict[Any, Any] = {}
     deeper: list[Any] = []
@@ -143,15 +146,15 @@ def saved_arrays(jaxpr: Any) -> list[Any]:
 
 
 def _stacked(outside: list[Any], inside: list[Any]) -> list[Any]:
-    """Return the arrays that a loop reads or writes piece by piece: inside they have a dimension less."""
+    """Return the arrays that a scan reads or writes slice by slice: inside of the scan they have one dimension less."""
     pairs = zip(outside, inside, strict=True)
-    return [one for one, piece in pairs if one.aval.ndim > piece.aval.ndim and not hasattr(one, "val")]
+    return [array for array, part in pairs if array.aval.ndim > part.aval.ndim and not hasattr(array, "val")]
 
 
 def device_share(arrays: list[Any], embed_dim: int, *, tokens: int, features: int) -> int:
-    """Return the bytes of a device if the mesh cuts tokens in `tokens` parts, and heads and mlp in `features`.
+    """Return the bytes per device if tokens are sharded with degree `tokens`, and heads and mlp with degree `features`.
 
-    The residual stream, and what is as wide, is not cut by the latter.
+    Arrays whose last dimension is `embed_dim`, such as the residual stream, are not sharded along features.
     """
     return sum(
         math.prod(array.shape) * array.dtype.itemsize // tokens // (1 if array.shape[-1:] == (embed_dim,) else features)
@@ -162,7 +165,7 @@ def device_share(arrays: list[Any], embed_dim: int, *, tokens: int, features: in
 def counted_memory(
     model: Decoder, trainer: Trainer, machine: Machine, *, batch_size: int, seq_len: int
 ) -> DeviceMemory:
-    """Return the memory of a device by counting alone: state and gradients by shardings, the rest by tracing."""
+    """Return the memory of a device without compilation: state and gradients from shardings, the rest from tracing."""
     shape = dict(batch_size=batch_size, seq_len=seq_len)
     known = state_memory(trainer, trainer.abstract(model, key=jax.random.key(0)), machine.memory)
     peak = predicted_bytes(model, trainer, machine, **shape)
@@ -171,22 +174,22 @@ def counted_memory(
 
 
 def moved_bytes(model: Decoder, memory: DeviceMemory) -> int:
-    """Return the bytes that a device surely reads or writes in a step: a lower bound of its memory traffic.
+    """Return a lower bound of the memory traffic of a device in a step, in bytes.
 
-    The state is read and written, gradients and saved activations are written and read, and each product's weights, in
-    the dtype of products, are read in the forward pass, for the gradient of its input, and once more if recomputed.
+    The state is read and written. Gradients and saved activations are written and read. Weights, in the compute dtype,
+    are read in the forward pass, in the backward pass, and once more for recomputation.
     """
-    layout, dtype, words = model.execution.layout, jnp.dtype(model.execution.precision.compute), axes(model)
+    layout, dtype, axis_names = model.execution.layout, jnp.dtype(model.execution.precision.compute), axes(model)
     weights = 0
     for name, leaf in named_leaves(model).items():
-        mesh_axes = [axis for group in layout.gathered_spec(words[name]) for axis in names_of(group)]
+        mesh_axes = [axis for group in layout.gathered_spec(axis_names[name]) for axis in names_of(group)]
         weights += leaf.size * dtype.itemsize // math.prod(layout.sizes[axis] for axis in mesh_axes)
     passes = 2 if model.execution.remat is None else 3
     return 2 * memory.state + 2 * memory.gradients + 2 * (memory.saved_activations or 0) + passes * weights
 
 
 def _like_gradient(weight: Any, sharding: Any) -> Any:
-    """Return the shape of a weight's gradient with its sharding: on the host if the weight is there."""
+    """Return the shape of a weight's gradient. It is in host memory if the weight is."""
     return weight.update(sharding=sharding.with_memory_kind(weight.sharding.memory_kind))
 
 

@@ -1,4 +1,4 @@
-"""Decoders for engines that own the caches: a list of caches goes in and comes out, one for each attention layer."""
+"""Decoders for engines with their own caches, such as vLLM: functions from a list of caches to updated caches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,18 +18,26 @@ from eqx_decoders.sharding.axes import AnyArray
 
 
 def external_layers(model: Decoder) -> list[KVShape]:
-    """Return the shape of each layer's cache, in order: heads, features, and (`slots` of rings) the attention window.
+    """Return the shape of each layer's cache, in order: heads, features, and the attention window (`slots` if rolling).
 
-    Raises ConfigError for models with layers that need another kind of cache.
+    Raises ConfigError for models with layers that need another kind of cache than keys and values.
     """
-    shapes, fixed = [], model.config.fixed_length
-    rule = "engines with caches of their own run all texts as one row, whose length is not theirs"
-    check(fixed is None, f"keys of texts beyond {fixed} tokens turn by others: {rule}.")
+    fixed_length = model.config.fixed_length
+    check(
+        fixed_length is None,
+        f"the RoPE frequencies of this model depend on whether a text is longer than {fixed_length} tokens. This is "
+        f"not "
+        f"supported here, because external engines concatenate texts of different lengths into one row.",
+    )
+    shapes = []
     for index, block in enumerate(model.config.blocks):
         for name, shape in block.cache_shape(1 << 30).items():
-            rule = "engines with caches of their own have none for it"
             if isinstance(shape, dict) or not shape.by_token or shape.by_slot:
-                raise ConfigError(f"layer {index} ({name}) remembers a {type(shape).__name__}: {rule}.")
+                raise ConfigError(
+                    f"layer {index} ({name}) needs a cache of kind {type(shape).__name__}, but external engines "
+                    f"support "
+                    f"only keys and values (or latents) per token."
+                )
             shapes.append(shape)
     return shapes
 
@@ -46,27 +54,33 @@ def run_with_caches(
 
     **Arguments:**
 
-    - `caches`: one for each of `external_layers(model)`.
-    - `tokens`, `positions`: id of each token, and its position in its own sequence.
-    - `metadata`: metadata of this call for the engine's attention.
-    - `attention`: the engine's: `(cache, query, key, value, metadata, sinks, call) -> (cache, out)`.
+    - `caches`: one cache for each of `external_layers(model)`.
+    - `tokens`, `positions`: id of each token, and its position in its sequence.
+    - `metadata`: metadata of this call, which is passed to `attention`.
+    - `attention`: the engine's attention, `(cache, query, key, value, metadata, sinks, call) -> (cache, out)`.
 
     **Returns:**
 
-    The caches with these tokens, and the hidden states after the last block, for `external_logits`.
+    The updated caches, and the hidden states after the last block, for `external_logits`.
     """
     count = len(external_layers(model))
-    check(len(caches) == count, f"caches has {len(caches)} entries: the model has {count} layers with a cache.")
-    check(model.config.media is None, "run_with_caches takes text alone, and the model has encoders.")
+    check(
+        len(caches) == count,
+        f"run_with_caches: caches has {len(caches)} entries, but the model has {count} layers with a cache.",
+    )
+    check(
+        model.config.media is None,
+        "run_with_caches supports text only, but the model has encoders: load its decoder without encoders.",
+    )
     layer_caches, begin = [], 0
-    order: list[list[int]] = []
+    order: list[list[int]] = []  # indices into `caches` of each layer cache
     for unit, repeats in find_repeats(model.config.blocks):
         blocks = []
-        names = [list(block.cache_shape(1 << 30)) for block in unit]
-        step, offset = sum(map(len, names)), 0
-        for each in names:
+        names_by_block = [list(block.cache_shape(1 << 30)) for block in unit]
+        step, offset = sum(map(len, names_by_block)), 0
+        for names in names_by_block:
             block_caches = {}
-            for name in each:
+            for name in names:
                 layers = [begin + offset + step * repeat for repeat in range(repeats)]
                 block_caches[name] = ExternalKVCache(
                     caches=tuple(caches[layer] for layer in layers),
@@ -84,11 +98,11 @@ def run_with_caches(
     rows = jnp.asarray(tokens)[None], jnp.asarray(positions)[None]
     hidden, proposal, _ = model.replace(scan=False, remat=None).forward_uncommitted(*rows, cache=cache)
     committed = cache.commit(proposal.entries, proposal.positions)
-    new = list(caches)
+    new_caches = list(caches)
     for layers, layer_cache in zip(order, jax.tree.leaves(committed.layer_caches, is_leaf=is_layer_cache), strict=True):
-        for layer, each in zip(layers, layer_cache.caches, strict=True):
-            new[layer] = each
-    return new, hidden[0]
+        for layer, layer_result in zip(layers, layer_cache.caches, strict=True):
+            new_caches[layer] = layer_result
+    return new_caches, hidden[0]
 
 
 def external_logits(model: Decoder, hidden: Float[Array, "tokens embed"]) -> Float32[Array, "tokens vocab"]:

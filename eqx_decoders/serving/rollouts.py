@@ -124,8 +124,8 @@ def rollout(
 
 def request_with_log_probs(prompt: Sequence[int], sampling: SamplingParams, **options: Any) -> Request:
     """Return a request with the log-probs of sampled tokens; at temperature 0, with the model's own log-probs."""
-    distribution = "draws" if sampling.temperature > 0 else "model"
-    return Request(prompt=tuple(prompt), sampling=sampling, logprobs=0, logprobs_of=distribution, **options)
+    mode = "processed" if sampling.temperature > 0 else "raw"
+    return Request(prompt=tuple(prompt), sampling=sampling, logprobs=0, logprobs_mode=mode, **options)
 
 
 def _groups(

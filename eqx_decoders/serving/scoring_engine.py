@@ -1,4 +1,4 @@
-"""Engine of models that score texts, such as reward models: it answers a request with the scores of its prompt."""
+"""`ScoringEngine`: engine of models that score texts, such as reward models."""
 
 import dataclasses
 import itertools
@@ -25,53 +25,59 @@ class _Waiting:
 
 
 class ScoringEngine:
-    """Engine of a model with `DecoderConfig.scores`, as the server's thread runs one.
+    """Engine of a model with `DecoderConfig.scores`, with the interface of `Engine` that the server uses.
 
-    A step takes the requests that come first, at most `max_batch_size`, and computes their prompts together, each as a
-    row of its own. The score is read at the last token of a prompt. Lengths are rounded up, so that few programs are
-    compiled; the first request of a length waits for its program.
+    A step takes up to `max_batch_size` requests from the queue and computes their prompts in one batch. The score is
+    computed at the last token of a prompt. Lengths are padded so that few programs are compiled; a program is compiled
+    by the first request that needs it.
     """
 
     def __init__(self, model: Decoder, limits: EngineLimits):
         check(
-            model.config.scores is not None, "ScoringEngine: DecoderConfig.scores=None: take Engine for such a model."
+            model.config.scores is not None,
+            "ScoringEngine: DecoderConfig.scores=None: the model has no score head. Use Engine instead.",
         )
-        self.model, self.limits = model, limits
+        self.model = model
+        self.limits = limits
         self._queue: RequestQueue[_Waiting] = RequestQueue(limits.max_waiting, limits.max_waiting_tokens)
         self._ids, self._stats = itertools.count(), EngineStats()
 
     @property
     def has_work(self) -> bool:
-        """Whether requests wait."""
+        """True if requests are waiting."""
         return len(self._queue) > 0
 
     def warm_up(self) -> None:
-        """Compile the program of the longest texts."""
+        """Compile the program for the maximum length."""
         self._scores([(0,) * self.limits.max_length])
 
     def close(self) -> None:
-        """Do nothing: there is no thread."""
+        """Do nothing: the engine has no threads."""
 
     def check_together(self, requests: Sequence[Request]) -> None:
-        """Raise ConfigError for more requests than ever wait."""
-        most = self.limits.max_waiting
-        check(len(requests) <= most, f"{len(requests)} texts are more than max_waiting={most}: send fewer.")
+        """Raise ConfigError for requests that are submitted together and exceed the size of the waiting queue."""
+        check(
+            len(requests) <= self.limits.max_waiting,
+            f"{len(requests)} texts are more than max_waiting={self.limits.max_waiting}: send fewer texts at once.",
+        )
 
     def submit(self, request: Request) -> int:
-        """Queue a request; return its id. Raises ConfigError for a prompt that is too long, and QueueFull."""
-        length, most = len(request.prompt), self.limits.max_length
-        check(length <= most, f"Request.prompt has {length} tokens: at most max_length={most} are taken.")
+        """Queue a request, and return its id. Raises ConfigError for a prompt that is too long, and QueueFull."""
+        check(
+            len(request.prompt) <= self.limits.max_length,
+            f"Request.prompt has {len(request.prompt)} tokens, but max_length={self.limits.max_length}: shorten it.",
+        )
         self._queue.check_room(request)
         entry = _Waiting(next(self._ids), request)
         self._queue.add(entry, set())
         return entry.request_id
 
     def cancel(self, request_id: int) -> None:
-        """Forget a request."""
+        """Remove a waiting request. Unknown ids are ignored."""
         self._queue.remove(request_id)
 
     def step(self) -> list[RequestOutput]:
-        """Score the requests that come first."""
+        """Score the next batch of requests, and return their outputs."""
         entries = self._queue.ordered(lambda _: True)[: self.limits.max_batch_size]
         for entry in entries:
             self._queue.remove(entry.request_id)
@@ -86,7 +92,7 @@ class ScoringEngine:
         ]
 
     def counts(self) -> EngineStats:
-        """Return what waits, and totals."""
+        """Return the current statistics."""
         return dataclasses.replace(self._stats, waiting=len(self._queue))
 
     def _scores(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
@@ -103,9 +109,17 @@ class ScoringEngine:
 def text_scores(
     model: Decoder, tokens: Int32[np.ndarray | Array, "batch length"], lengths: Int32[np.ndarray | Array, "batch"]
 ) -> Float32[Array, "batch scores"]:
-    """Compute the scores of texts at their last tokens; `lengths` are at least 1, and what follows is padding."""
+    """Return the scores of texts, computed at their last tokens.
+
+    **Arguments:**
+
+    - `tokens`: padded texts.
+    - `lengths`: number of tokens of each text without padding, at least 1.
+
+    Raises ConfigError for a model without scores.
+    """
     if model.config.scores is None:
-        raise ConfigError("text_scores: DecoderConfig.scores=None: the model gives logits.")
+        raise ConfigError("text_scores: DecoderConfig.scores=None: the model returns logits, not scores.")
     real = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < jnp.asarray(lengths)[:, None]
     hidden, _, _ = model.run(jnp.asarray(tokens), None, real.astype(jnp.int32))
     last = jnp.take_along_axis(hidden, jnp.asarray(lengths)[:, None, None] - 1, axis=1)

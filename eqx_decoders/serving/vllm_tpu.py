@@ -1,20 +1,20 @@
-"""Decoders in vLLM on TPU, through its backend `tpu-inference`: vLLM schedules, samples and owns pages of caches.
+"""vLLM plugin for TPUs (backend `tpu-inference` 0.32): vLLM schedules, samples and owns the paged cache.
 
-vLLM runs what a package names under the entry point `vllm.general_plugins`, in every process. A package that is
-installed with `vllm`, `tpu-inference` and `eqx_decoders` says so in its `pyproject.toml`:
+vLLM calls the functions that packages register as the entry point `vllm.general_plugins`, in every process. Install
+`vllm`, `tpu-inference`, `eqx_decoders`, and a package with these lines in its `pyproject.toml`:
 
     [project.entry-points."vllm.general_plugins"]
     eqx_decoders = "eqx_decoders.serving.vllm_tpu:register"
 
-Checkpoints of the architectures that `register` has replaced then run here. Any other checkpoint does under the name
-that is always registered, also where `tpu-inference` has its own model:
+Checkpoints of the architectures in `ARCHITECTURES` then run with the decoders of this library. For any other
+checkpoint, override the architecture:
 
     vllm serve meta-llama/Llama-3.1-8B --hf-overrides '{"architectures": ["EqxDecodersForCausalLM"]}'
 
-Attention with keys and values or with latents runs, with windows, soft caps, sinks and shared keys; recurrent layers,
-chunked masks and sparse attention are refused. Quantized checkpoints are expanded. The engine's mesh axis `data` splits
-tokens, `model` splits heads, MLPs and the vocabulary, `expert` splits experts; other axes must have one device.
-Written for `tpu-inference` 0.32.
+Supported: attention with keys and values or with latents (MLA), windows, soft caps, sinks, and shared keys. Not
+supported: recurrent layers, chunked masks and sparse attention. Quantized checkpoints are dequantized. The mesh axis
+`data` of the engine splits tokens, `model` splits heads, MLPs and the vocabulary, and `expert` splits experts. Other
+axes must have size 1.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ from eqx_decoders.sharding.layout import ACTIVATIONS, Layout
 
 NAME = "EqxDecodersForCausalLM"
 
-# Architectures in config.json that have no layers but those that run here.
+# Architectures in config.json that are registered by default: all of their layers are supported.
 ARCHITECTURES = (
     "DeepseekV2ForCausalLM",
     "GPT2LMHeadModel",
@@ -58,8 +58,8 @@ ARCHITECTURES = (
     "Olmo3ForCausalLM",
 )
 
-# Architectures for which tpu-inference always uses its own models or vLLM's. All but Llama 4 run here, too.
-TAKEN = (
+# Architectures for which tpu-inference ignores registered models. All except Llama 4 run with NAME.
+NOT_REPLACEABLE = (
     "DeepseekV3ForCausalLM",
     "Gemma4ForCausalLM",
     "GptOssForCausalLM",
@@ -70,12 +70,12 @@ TAKEN = (
     "Qwen3MoeForCausalLM",
 )
 
-_MESH_AXES = {"data": "data", "model": "tensor", "expert": "expert"}  # the engine's axes, and ours
-_DRAFTS = ("ngram", "suffix")  # speculative methods that read only tokens
+_MESH_AXES = {"data": "data", "model": "tensor", "expert": "expert"}  # axis of the engine -> axis of `Layout`
+_DRAFTERS = ("ngram", "suffix")  # methods of speculative decoding that read only tokens
 
 
 def register(*architectures: str) -> tuple[str, ...]:
-    """Register these architectures with tpu-inference and vLLM. Must be called in every process.
+    """Register architectures with tpu-inference and vLLM. Must be called in every process.
 
     **Arguments:**
 
@@ -83,13 +83,17 @@ def register(*architectures: str) -> tuple[str, ...]:
 
     **Returns:**
 
-    The registered names: these and `EqxDecodersForCausalLM`, which `--hf-overrides` may give any checkpoint.
+    The registered names: `architectures` and `EqxDecodersForCausalLM`.
 
-    Raises ConfigError for names that tpu-inference would not use, MissingPackage where packages are missing.
+    Raises ConfigError for architectures that tpu-inference does not let plugins replace, MissingPackage for missing
+    packages.
     """
     for name in architectures:
-        remedy = f'Leave it out, and give vLLM --hf-overrides {{"architectures": ["{NAME}"]}}'
-        check(name not in TAKEN, f"register: {name!r} is a name that tpu-inference keeps for its own. {remedy}.")
+        check(
+            name not in NOT_REPLACEABLE,
+            f"register: tpu-inference does not let plugins replace the architecture {name!r}. Leave it out, and run "
+            f'vLLM with --hf-overrides {{"architectures": ["{NAME}"]}}.',
+        )
     registry, model = _module("tpu_inference.models.common.model_loader"), adapter()
     names = tuple(dict.fromkeys((*(architectures or ARCHITECTURES), NAME)))
     for name in names:
@@ -101,21 +105,23 @@ def _module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        needed = "This needs vLLM for TPU, which brings the packages 'tpu_inference' and 'flax'"
-        raise MissingPackage(f"{needed} ({error}): pip install vllm-tpu.") from error
+        raise MissingPackage(
+            f"eqx_decoders.serving.vllm_tpu needs vLLM for TPU with the packages 'tpu_inference' and 'flax' ({error}): "
+            f"pip install vllm-tpu."
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ModelPlan:
-    """Checkpoint, layout and caches of an engine's model.
+    """Checkpoint, layout and caches of a model in vLLM.
 
     **Arguments:**
 
     - `source`, `revision`, `dtype`: arguments of `load_hf`.
     - `mesh`: the engine's mesh.
-    - `layout`: our layout of the same devices.
+    - `layout`: layout with the same devices.
     - `names`: the engine's names of the layers with caches.
-    - `latents`: by layer the sizes of its latents and of their rotary part; None for keys and values.
+    - `latents`: for each of these layers, sizes of the latent and of its rotary part. None: keys and values.
     """
 
     source: str
@@ -134,33 +140,40 @@ class _ModelPlan:
         return load_hf(self.source, self.dtype, self.layout, revision=self.revision).without_mtp()
 
     def init_random(self, key: Array) -> Decoder:
-        """Create the model with random weights."""
+        """Return the model with random weights."""
         config, _ = read_config(resolve(self.source, self.revision).path)
         return init(config, key=key, layout=self.layout, precision=self.precision).without_mtp()
 
 
 def _plan(engine: Any, mesh: Mesh) -> _ModelPlan:
-    """Read an engine's settings. Raises ConfigError for what does not run here, before any weight is loaded."""
+    """Plan the model from vLLM's settings. Raises ConfigError for unsupported settings, before weights are loaded."""
     _check_engine(engine)
     settings = engine.model_config
     source, revision, dtype = str(settings.model), getattr(settings, "revision", None), np.dtype(settings.dtype)
     config, _ = read_config(resolve(source, revision).path)
     model = abstract(config, precision=Precision(params=dtype, compute=dtype)).without_mtp()
-    check(config.media is None, f"{source} has encoders of images or audio: in this engine models take text alone.")
+    check(
+        config.media is None,
+        f"{source} has encoders of images or audio, but the vLLM plugin supports text-only models.",
+    )
     external_layers(model)
     layers = [(index, name) for index, block in enumerate(config.blocks) for name in block.cache_shape(1 << 30)]
     unsupported = sorted({name for _, name in layers} - {"mixer"})
     check(
         not unsupported,
-        f"{source} has caches beside those of mixers ({', '.join(unsupported)}): engines have one for each layer.",
+        f"{source} has caches besides those of its attention layers ({', '.join(unsupported)}), but vLLM has one cache "
+        f"per layer.",
     )
     mixers = [config.blocks[index].mixer for index, _ in layers]
-    latents = tuple((m.kv_rank, m.rope_dim) if isinstance(m, LatentAttentionConfig) else None for m in mixers)
-    use_mla = bool(getattr(settings, "use_mla", False))
-    rule = (
-        f"must be {not use_mla} for {source}: all its caches are for latents, or none is. Leave VLLM_MLA_DISABLE alone"
+    latents = tuple(
+        (mixer.kv_rank, mixer.rope_dim) if isinstance(mixer, LatentAttentionConfig) else None for mixer in mixers
     )
-    check(all((latent is not None) == use_mla for latent in latents), f"model_config.use_mla={use_mla} {rule}.")
+    use_mla = bool(getattr(settings, "use_mla", False))
+    check(
+        all((latent is not None) == use_mla for latent in latents),
+        f"model_config.use_mla={use_mla} must be {not use_mla} for {source}, because all layers must cache latents, or "
+        f"all layers keys and values. Do not set VLLM_MLA_DISABLE.",
+    )
     plan = _ModelPlan(
         source=source,
         revision=revision,
@@ -176,26 +189,38 @@ def _plan(engine: Any, mesh: Mesh) -> _ModelPlan:
 
 
 def _check_engine(engine: Any) -> None:
-    """Raise ConfigError for engine options that these models do not support."""
+    """Raise ConfigError for vLLM settings that are not supported."""
     stages = getattr(getattr(engine, "parallel_config", None), "pipeline_parallel_size", 1)
-    check(stages == 1, f"pipeline_parallel_size={stages} must be 1: these models run whole on one mesh.")
-    check(getattr(engine, "lora_config", None) is None, "enable_lora=True: merge the adapter into the weights instead.")
-    rules = (getattr(engine, "additional_config", None) or {}).get("quantization")
-    remedy = """--additional-config '{"skip_quantization": true}'"""
-    check(not rules, f"Qwix can't quantize these models, whose weights are arrays of the engine's dtype: {remedy}.")
-    drafts = getattr(getattr(engine, "speculative_config", None), "method", None)
-    rule = f"must be one of {', '.join(_DRAFTS)}: others read what layers have made of the tokens"
-    check(drafts is None or drafts in _DRAFTS, f"speculative_config.method={drafts!r} {rule}.")
+    check(stages == 1, f"pipeline_parallel_size={stages} must be 1: pipeline parallelism is not supported.")
+    check(
+        getattr(engine, "lora_config", None) is None,
+        "enable_lora=True is not supported: merge the adapter into the weights instead.",
+    )
+    quantization = (getattr(engine, "additional_config", None) or {}).get("quantization")
+    check(
+        not quantization,
+        f"additional_config.quantization={quantization!r}: Qwix cannot quantize the models of this library. Pass "
+        """--additional-config '{"skip_quantization": true}'.""",
+    )
+    method = getattr(getattr(engine, "speculative_config", None), "method", None)
+    check(
+        method is None or method in _DRAFTERS,
+        f"speculative_config.method={method!r} must be one of {', '.join(_DRAFTERS)}: other methods read hidden "
+        f"states, "
+        f"which are not available.",
+    )
 
 
 def engine_layout(mesh: Mesh) -> Layout:
-    """Return the layout of an engine's mesh: the same devices in the same order, by our names of its axes.
+    """Return the layout for a mesh of vLLM: the same devices in the same order, with the axis names of `Layout`.
 
-    All tokens are one row, so that `data` splits the length. Raises ConfigError for axes without such a name.
+    All tokens are in one row, so `data` splits the length. Raises ConfigError for unsupported axes of size > 1.
     """
     for name, size in mesh.shape.items():
-        rule = f"must have one device: models split over {', '.join(_MESH_AXES)} alone"
-        check(name in _MESH_AXES or size == 1, f"The mesh's axis {name}={size} {rule}.")
+        check(
+            name in _MESH_AXES or size == 1,
+            f"the mesh axis {name}={size} must have size 1: only the axes {', '.join(_MESH_AXES)} can be larger.",
+        )
     named = [str(name) for name in mesh.axis_names if name in _MESH_AXES]
     devices = mesh.devices.reshape([mesh.shape[name] for name in named])
     axis_types = (AxisType.Auto,) * len(named)
@@ -204,23 +229,27 @@ def engine_layout(mesh: Mesh) -> Layout:
 
 
 def _divisible_layout(layout: Layout, model: Decoder) -> Layout:
-    """Return the layout without rules for axes of weights that its mesh does not divide, such as few KV heads."""
-    rules, uneven, axis_names = dict(layout.weights), set(), axes(model)
+    """Return the layout without sharding of weight axes that the mesh does not divide, such as few KV heads."""
+    rules = dict(layout.weights)
+    not_divisible = set()
+    axis_names = axes(model)
     for name, leaf in named_leaves(eqx.filter(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))).items():
-        for word, size in zip(axis_names[name], leaf.shape, strict=True):
-            parts = math.prod(layout.sizes.get(axis, 1) for axis in rules.get(word, ()))
-            uneven |= {word} if size % parts else set()
-    return dataclasses.replace(layout, weights={word: names for word, names in rules.items() if word not in uneven})
+        for axis_name, size in zip(axis_names[name], leaf.shape, strict=True):
+            degree = math.prod(layout.sizes.get(axis, 1) for axis in rules.get(axis_name, ()))
+            if size % degree:
+                not_divisible.add(axis_name)
+    divisible = {axis_name: mesh_axes for axis_name, mesh_axes in rules.items() if axis_name not in not_divisible}
+    return dataclasses.replace(layout, weights=divisible)
 
 
 def _run(model: Decoder, plan: _ModelPlan, tokens: Array, positions: Array, attention: Any) -> Array:
-    """Run all layers. Caches are passed as numbers: `attention` has the engine's list."""
+    """Run all layers. `attention` gets the index of a layer's cache and has access to the engine's caches."""
     _, hidden = run_with_caches(model, range(len(plan.names)), tokens, positions, None, attention)
     return hidden.astype(plan.dtype)
 
 
 class _Caches:
-    """The engine's caches during one call, which layers may share, and its attention over them."""
+    """The engine's caches during one call, and its attention. Layers can share a cache."""
 
     def __init__(self, plan: _ModelPlan, caches: list[Array], metadata: Any, cache_indices: Mapping[str, int]):
         self.plan, self.caches, self.metadata, self.cache_indices = plan, list(caches), metadata, cache_indices
@@ -236,11 +265,11 @@ class _Caches:
         sinks: Array | None,
         call: ExternalCall,
     ) -> tuple[int, Array]:
-        """Run the engine's attention on the cache of `layer`; layers that share keys pass the layer that owns them."""
+        """Run the engine's attention on the cache of `layer`. Layers that share keys pass the layer that owns them."""
         name = self.plan.names[layer]
         cache_index = self.cache_indices.get(name, layer)
         layer_metadata = self.metadata[name] if isinstance(self.metadata, Mapping) else self.metadata
-        # Their kernels are mapped over their mesh, which names the same devices otherwise.
+        # the engine's kernels use shard_map over the engine's mesh, whose axes have other names
         with jax.sharding.use_abstract_mesh(self.plan.mesh.abstract_mesh):
             if self.plan.latents[layer] is None:
                 result = self._attend(cache_index, query, key, value, layer_metadata, sinks, call)
@@ -260,23 +289,21 @@ class _Caches:
             options["sinks"] = sinks.astype(jnp.float32)
         if call.soft_cap is not None:
             options["attn_logits_soft_cap"] = call.soft_cap
-        if (
-            not call.writes and query.shape[-1] != 64
-        ):  # the kernel for 64 features always writes, here the same values again
+        if not call.writes and query.shape[-1] != 64:  # the kernel for 64 features has no such option; it rewrites
             options["update_kv_cache"] = False
         return self.interface.attention(cache, query, key, value, metadata, self.plan.mesh, query.shape[-1], **options)
 
     def _attend_mla(self, cache_index, query, key, metadata, sizes) -> tuple[Array, Array]:
-        """Run attention over latents. Tokens are split among devices, heads are not: each token has one latent for all
-        heads.
-        """
+        """Run attention over latents. Tokens are sharded; heads are not, because they share one latent per token."""
         rank, rope = sizes
-        cache, tokens = (
-            self.caches[cache_index],
-            _module("tpu_inference.layers.common.sharding").ShardingAxisName.ATTN_DATA,
+        cache = self.caches[cache_index]
+        tokens = _module("tpu_inference.layers.common.sharding").ShardingAxisName.ATTN_DATA
+        check(
+            cache.dtype.itemsize > 1,
+            f"kv_cache_dtype={cache.dtype.name} must be 'auto' for latents: 8-bit latents with the fixed scale 1 "
+            f"lose too "
+            f"much precision.",
         )
-        rule = "must be 'auto' for latents: with a scale of 1 too little is left of them in 8 bits"
-        check(cache.dtype.itemsize > 1, f"kv_cache_dtype={cache.dtype.name} {rule}.")
         new, out = self.interface.mla_attention(
             jnp.swapaxes(query[..., :rank], 0, 1),
             query[..., rank : rank + rope],
@@ -293,19 +320,19 @@ class _Caches:
             attn_o_nth_sharding=PartitionSpec(None, tokens, None),
             sm_scale=1.0,
         )
-        unread = ((0, 0), (0, 0), (0, query.shape[-1] - rank))  # as wide as queries
-        return new, jnp.pad(jnp.swapaxes(out, 0, 1), unread)
+        padding = ((0, 0), (0, 0), (0, query.shape[-1] - rank))  # callers expect as many features as queries have
+        return new, jnp.pad(jnp.swapaxes(out, 0, 1), padding)
 
 
 @functools.cache
 def adapter() -> Any:
-    """Return the class that `register` gives to tpu-inference: a decoder as a flax module. Raises MissingPackage."""
+    """Return the model class for tpu-inference, a flax module. Raises MissingPackage."""
     nnx = _module("flax.nnx")
 
     class EqxDecodersForCausalLM(nnx.Module):
-        """Decoder with tpu-inference's interface: `load_weights`, `__call__` over many sequences, `compute_logits`."""
+        """Decoder with the interface of tpu-inference: `load_weights`, `__call__`, `compute_logits`."""
 
-        _self_manages_sharding = True  # with load_format="dummy" the weights are there at once, each on its devices
+        _self_manages_sharding = True  # with load_format="dummy", __init__ creates sharded weights
 
         def __init__(self, vllm_config: Any, rng_key: Any, mesh: Mesh) -> None:
             self.plan = _plan(vllm_config, mesh)
@@ -339,10 +366,11 @@ def adapter() -> Any:
             is_last_rank: bool | None = None,
             *_: Any,
         ) -> tuple[list[Array], Array, list[Array], None]:
-            check(inputs_embeds is None, "Prompts of embeddings: these models take tokens alone.")
-            metadata, several = attention_metadata, isinstance(attention_metadata, Mapping)
-            positions = next(iter(metadata.values())).input_positions if several else metadata.input_positions
-            caches = _Caches(self.plan, kv_caches, metadata, dict(layer_name_to_kv_cache or ()))
+            check(inputs_embeds is None, "prompts of embeddings are not supported: send token ids.")
+            by_layer = isinstance(attention_metadata, Mapping)
+            metadata = next(iter(attention_metadata.values())) if by_layer else attention_metadata
+            positions = metadata.input_positions
+            caches = _Caches(self.plan, kv_caches, attention_metadata, dict(layer_name_to_kv_cache or ()))
             with _mesh_context(self.plan.layout):
                 hidden = _run(self._model(), self.plan, input_ids, positions, caches.attend)
             return caches.caches, hidden, [], None
@@ -356,7 +384,7 @@ def adapter() -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _StaticModel:
-    """Model without its arrays, hidden from flax, which searches trees for parameters."""
+    """Model without its arrays. The class hides the model from flax, which would search it for parameters."""
 
     structure: Any
     static: Any
@@ -366,7 +394,7 @@ class _StaticModel:
 
 
 def _mesh_context(layout: Layout) -> Any:
-    """Enter our mesh for sharding constraints: the engine traces calls with its own mesh."""
+    """Use the mesh of `layout` for sharding constraints, because the engine traces calls with its own mesh."""
     if layout.mesh is None:
-        raise ConfigError("Layout.mesh=None: models of an engine are on its mesh.")
+        raise ConfigError("Layout.mesh=None: create the layout with engine_layout.")
     return jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh)

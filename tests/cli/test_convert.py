@@ -45,7 +45,7 @@ def copied(folder: Path, source: Path = CHAT, **config) -> Path:
 def test_import_then_generate_then_export_is_the_directory_again(tmp_path, without_transformers):
     run, directory = tmp_path / "run", tmp_path / "out"
     out, _ = call("convert", "import", CHAT, run)
-    assert_names(out, "12,360 weights", CHAT, run)
+    assert_names(out, "12,360 parameters", CHAT, run)
     assert Checkpoints(run / "checkpoints").steps == (0,)
     kept = {path.name for path in (run / "source").iterdir()}
     assert kept >= {"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}

@@ -46,7 +46,7 @@ def test_tasks_texts_and_two_models(folder):
     texts = ("--text", f"words={folder}/words.txt", f"rows={folder}/rows.jsonl", "--text-field", "body")
     output = ("--output", folder / "out", "--against", CHAT, "--text-context", 8, "--no-special-tokens-in-content")
     out, err = call("evaluate", "--model", CHAT, *options, *texts, *output, *SMALL)
-    assert_names(out, "4 answers", "temperature 1", "seed 0")
+    assert_names(out, "4 completions", "temperature 1", "seed 0")
     assert_names(err, folder / "out")
     name, prompts, score, one, three, *_ = cells(out, "letters")
     assert (name, prompts) == ("letters", "3") and score == one and re.fullmatch(r"[01]\.\d{4} ± \d\.\d{4}", three)
@@ -128,8 +128,8 @@ def test_models_are_runs_checkpoints_and_names(tmp_path):
     (alone,) = parse(["--text", "a=b", "--run-dir", "runs/x", "--step", "3"]).sources()
     assert (alone.run_dir, alone.model, alone.step) == ("runs/x", None, 3)
     config = parse(["--text", "a=b", "--dtype", "bfloat16", "--tasks", "lm-eval:a", "--seed", "5", "--no-chat"])
-    assert config.harness().seed == 5 and not config.chat and config.names == ["runs/tiny"]
+    assert config.lm_eval_settings().seed == 5 and not config.chat and config.names == ["runs/tiny"]
     assert config.sources()[0].dtype == "bfloat16"
-    assert config.reported == () and parse(["--text", "a=b", "--samples", "4"]).reported == (1, 2)
+    assert config.table_ks == () and parse(["--text", "a=b", "--samples", "4"]).table_ks == (1, 2)
     with refused(ConfigError, "step", "against"):
         EvaluateConfig(run_dir="runs/x", step=3, against="org/name", text=("a=b",))

@@ -292,7 +292,7 @@ def check_sums(data: dict, count: int) -> None:
     if data["collectives"] is None:  # jaxlib is older than libtpu
         assert data["advice"]
         return
-    assert 0 < memory["kept"] < memory["temporaries"]
+    assert 0 < memory["saved_activations"] < memory["temporaries"]
     assert {axis for row in data["collectives"] for axis in row["axes"]} == {"fsdp", "tensor"}
     networks = [name for name in data["seconds"]["parts"] if name not in ("compute", "memory")]
     assert sum(data["seconds"]["parts"][name] for name in networks) < data["seconds"]["one_by_one"]

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.evaluation.lm_eval_model import NEUTRAL, EngineMethods, make_lm
-from eqx_decoders.evaluation.lm_eval_tasks import HarnessSettings, own_random_numbers, run_tasks, task_names
+from eqx_decoders.evaluation.lm_eval_tasks import LMEvalSettings, preserved_random_state, run_tasks, task_names
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import END_OF_TEXT, JsonTokenizer, train_bpe
 from tests.errors import assert_names, refused
@@ -201,8 +201,8 @@ def test_an_empty_prompt_is_the_bos_token():
     model = merging_methods(False)
     tokenizer = JsonTokenizer(merging_tokenizer(False)._inner, eos=END_OF_TEXT)
     model.text = SimpleNamespace(tokenizer=tokenizer, encode=tokenizer.encode, chat=None, stop_ids=())
-    assert model._answer_request(0, "", {"max_gen_toks": 4}).prompt == (tokenizer.eos_id,)
-    assert model._answer_request(0, "a", {"max_gen_toks": 4}).prompt == tuple(tokenizer.encode("a").tolist())
+    assert model._completion_request(0, "", {"max_gen_toks": 4}).prompt == (tokenizer.eos_id,)
+    assert model._completion_request(0, "a", {"max_gen_toks": 4}).prompt == tuple(tokenizer.encode("a").tolist())
 
 
 @pytest.mark.slow
@@ -220,7 +220,7 @@ def test_warns_of_contexts_that_are_cut(caplog):
 def test_a_special_token_among_until_ends_an_answer():
     tokenizer, request = (
         chat_model().tokenizer,
-        methods()._answer_request(0, "a", {"until": ["<|begin|>", "\n"], "max_gen_toks": 8}),
+        methods()._completion_request(0, "a", {"until": ["<|begin|>", "\n"], "max_gen_toks": 8}),
     )
     assert request.stop == ("\n",) and {tokenizer.bos_id, tokenizer.eos_id} <= {*request.stop_ids}
 
@@ -239,10 +239,10 @@ def test_unsupported_options_are_refused(options, named):
 
 
 def test_settings_without_an_effect_are_accepted():
-    plain = methods()._answer_request(0, "a", {"max_gen_toks": 8})
+    plain = methods()._completion_request(0, "a", {"max_gen_toks": 8})
     for name, value in NEUTRAL.items():
         for written in (value, None):
-            assert methods()._answer_request(0, "a", {"max_gen_toks": 8, name: written}) == plain
+            assert methods()._completion_request(0, "a", {"max_gen_toks": 8, name: written}) == plain
 
 
 def test_names_of_tasks():
@@ -255,7 +255,7 @@ def test_the_global_random_state_is_restored():
     known = random.random(), np.random.random()
     random.seed(1)
     np.random.seed(1)
-    with own_random_numbers():
+    with preserved_random_state():
         random.seed(2)
         np.random.seed(2)
     assert (random.random(), np.random.random()) == known
@@ -297,7 +297,7 @@ def test_tasks_of_all_kinds(tmp_path, monkeypatch):
     written = dict(output_type="generate_until", doc_to_text="{{text}}", doc_to_target="{{target}}")
     written |= dict(generation_kwargs=until, metric_list=[{"metric": "exact_match"}])
     write_task(tmp_path, "written", targets, **written)
-    settings = HarnessSettings(include_path=str(tmp_path))
+    settings = LMEvalSettings(include_path=str(tmp_path))
     chosen, rolled, wrote = run_tasks(lm, ["chosen", "rolled", "written"], settings)
     assert chosen.metrics["acc"].mean == 0.5 and chosen.documents["acc"].tolist() == [1.0, 0.0] * 6
     assert chosen.metrics["acc"].error == pytest.approx(np.std([1, 0] * 6, ddof=1) / 12**0.5)
@@ -306,7 +306,7 @@ def test_tasks_of_all_kinds(tmp_path, monkeypatch):
     nats, size = -sum(forward(each, 1)[0] for each in tokens), sum(map(len, texts))
     assert rolled.metrics["bits_per_byte"].mean == pytest.approx(nats / size / np.log(2), rel=1e-5)
     assert wrote.figures()["exact_match"] == pytest.approx(4 / 12)
-    limited = run_tasks(lm, ["chosen"], HarnessSettings(include_path=str(tmp_path), limit=3, num_fewshot=0, chat=True))
+    limited = run_tasks(lm, ["chosen"], LMEvalSettings(include_path=str(tmp_path), limit=3, num_fewshot=0, chat=True))
     assert limited[0].metrics["acc"].prompts == 3
     with pytest.raises(ConfigError, match=r"'choosen'.*'chosen'"):
         run_tasks(lm, ["choosen"], settings)

@@ -78,7 +78,7 @@ def test_windows_equal_those_of_lm_eval():
 
 
 def test_contexts_of_a_full_window_are_refused():
-    with refused(ConfigError, "context of 10 tokens", "windows of 10 tokens", "max_length"):
+    with refused(ConfigError, "text_context=10", "10 tokens", "max_length"):
         list(rolling_windows(20, 10, 10))
 
 

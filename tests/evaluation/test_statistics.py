@@ -37,7 +37,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(count, right, k):
 def test_pass_at_k_needs_k_answers():
     with refused(ConfigError, "pass@4", "3"):
         pass_at_k(3, 1, 4)
-    with refused(ConfigError, "right=4", "count=3"):
+    with refused(ConfigError, "correct=4", "count=3"):
         pass_at_k(3, 4, 1)
 
 

@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 
 from eqx_decoders.errors import ConfigError, ConversionError, DataError
-from eqx_decoders.evaluation.engine_requests import AnswerRequest, WrittenAnswer, _AnswerWriter, write_answers
-from eqx_decoders.evaluation.grading import Grade, grade_answers
+from eqx_decoders.evaluation.engine_requests import (
+    Completion,
+    CompletionRequest,
+    _CompletionWriter,
+    generate_completions,
+)
+from eqx_decoders.evaluation.grading import Grade, grade_completions
 from eqx_decoders.evaluation.lm_eval_model import EngineMethods
 from eqx_decoders.evaluation.score_tables import compare, describe
 from eqx_decoders.evaluation.task import LoadedTask, Task, _examples, load_task
-from eqx_decoders.evaluation.task_run import AnswerSettings, answer_requests, evaluate_task
+from eqx_decoders.evaluation.task_run import AnswerSettings, completion_requests, evaluate_task
 from eqx_decoders.evaluation.task_scores import TaskScores
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer
@@ -91,7 +96,7 @@ def test_forms_of_tasks(file):
 INVALID = {
     "nothing": (ConfigError, ["'nothing'", "short, chats, elsewhere, own, bad"]),
     "Own": (ConfigError, ["own = Own()"]),
-    "bare": (ConfigError, ["grade(example, answer)"]),
+    "bare": (ConfigError, ["grade(example, completion)"]),
     "has_e": (ConfigError, ["TypeError: has_e()"]),
     "bad": (DataError, ["examples"]),
     "unlike": (DataError, ["example 2", "'prompt'", "'messages'", "question"]),
@@ -138,7 +143,7 @@ def test_answers_with_failed_grades_have_no_score(tmp_path):
     (tmp_path / "grades.py").write_text(GRADES)
     words = ["right", "raise", "hang", "nan", "none", "text", "columns", "right"]
     grader = f"{tmp_path}/grades.py:grade"
-    found = grade_answers(grader, [({"do": word}, "x") for word in words], seconds=1.0)
+    found = grade_completions(grader, [({"do": word}, "x") for word in words], seconds=1.0)
     right, raised, hung, nan, none, text, columns, again = found
     assert right == again == Grade({"score": 1.0}) and none == Grade(None) and columns.columns == {"a": 1.0, "b": 0.5}
     for grade, names in (
@@ -149,10 +154,10 @@ def test_answers_with_failed_grades_have_no_score(tmp_path):
     ):
         assert_names(grade.error, *names)
     with refused(ConfigError, f"'{grader}'", "2", "ValueError: of x"):
-        grade_answers(grader, [({"do": "raise"}, "x")] * 2)
+        grade_completions(grader, [({"do": "raise"}, "x")] * 2)
     with refused(ConfigError, f"task='{tmp_path}/grades.py:nothing'"):
-        grade_answers(f"{tmp_path}/grades.py:nothing", [({}, "x")], flag="grade of task")
-    assert grade_answers("nowhere.py:f", []) == []
+        grade_completions(f"{tmp_path}/grades.py:nothing", [({}, "x")], flag="grade of task")
+    assert grade_completions("nowhere.py:f", []) == []
 
 
 def scored(*rows: str, name: str = "t") -> TaskScores:
@@ -161,13 +166,11 @@ def scored(*rows: str, name: str = "t") -> TaskScores:
     grades = [[None if letter == "t" else Grade(columns.get(letter)) for letter in row] for row in rows]
     ends = {"t": "length", "w": "stop_string"}
     lengths = {"r": 4, "w": 8, "n": 6, "t": 20}
-    answers = [
-        [WrittenAnswer(letter, lengths[letter], ends.get(letter, "stop_token")) for letter in row] for row in rows
-    ]
+    answers = [[Completion(letter, lengths[letter], ends.get(letter, "stop_token")) for letter in row] for row in rows]
     examples = tuple({"prompt": str(number)} for number in range(len(rows)))
     task = Task(examples=examples, grade="a.py:b")
     return TaskScores(
-        task=LoadedTask(name=name, task=task, examples=examples, grader="a.py:b"), answers=answers, grades=grades
+        task=LoadedTask(name=name, task=task, examples=examples, grader="a.py:b"), completions=answers, grades=grades
     )
 
 
@@ -176,11 +179,11 @@ def test_scores_of_answers():
     scores = scored("rrww", "tttr", "nnnn", "rwnt")
     assert scores.prompt_scores.tolist() == pytest.approx([0.625, 0.25, math.nan, 1.25 / 3], nan_ok=True)
     assert scores.score.mean == pytest.approx((0.625 + 0.25 + 1.25 / 3) / 3) and scores.score.prompts == 3
-    assert scores.truncated == 4 / 16 and scores.unjudged == 5 / 16
+    assert scores.truncated == 4 / 16 and scores.ungraded == 5 / 16
     assert scores.pass_at(2).mean == pytest.approx((5 / 6 + 1 / 2 + 2 / 3) / 3)
     assert scores.lengths() == {"mean_length": (4 * 4 + 3 * 8 + 5 * 6 + 4 * 20) / 16, "max_length": 20.0} | {
-        "right_length": 4.0,
-        "wrong_length": (3 * 8 + 4 * 20) / 7,
+        "correct_length": 4.0,
+        "incorrect_length": (3 * 8 + 4 * 20) / 7,
     }
     figures = scores.figures((1, 2))
     assert figures["form"] == pytest.approx((0.75 + 0.125 + 0.5) / 3) and figures["pass@1"] == pytest.approx(13 / 36)
@@ -190,9 +193,8 @@ def test_scores_of_answers():
 def test_tables():
     lines = describe([scored("rrww", "tttr", "nnnn", "rwnt")], (1, 2))
     head, cells = (re.sub(r" +", " ", line) for line in (lines[0], lines[2]))
-    assert (
-        head == "| task | prompts | score | pass@1 | pass@2 | truncated | tokens: mean | most | right | wrong | ends |"
-    )
+    columns = "task prompts score pass@1 pass@2 truncated tokens:_mean max correct incorrect end_reasons"
+    assert head == "| " + " | ".join(name.replace("_", " ") for name in columns.split()) + " |"
     assert cells.startswith("| t | 4 | 0.4306 ± 0.1085 | 0.3611 ± 0.0735 | 0.6667 ± 0.0962 | 25.0% | 9 | 20 | 4 | 15 |")
     assert any(line.startswith("t: 31.2%") for line in lines)
     first, second = scored("rr", "rw", "ww", "nn", "rr"), scored("rw", "rw", "ww", "rr", "tt")
@@ -226,8 +228,10 @@ def test_invalid_settings_are_refused(options, named):
 
 
 def test_sampling_settings():
-    assert AnswerSettings().drawn_at == 0.0 and AnswerSettings(samples=2).drawn_at == 1.0
-    assert AnswerSettings(samples=16).ks == (1, 2, 4, 8) and AnswerSettings(samples=8, pass_at=(5,)).ks == (5,)
+    assert AnswerSettings().sampling_temperature == 0.0 and AnswerSettings(samples=2).sampling_temperature == 1.0
+    assert AnswerSettings(samples=16).reported_ks == (1, 2, 4, 8) and AnswerSettings(
+        samples=8, pass_at=(5,)
+    ).reported_ks == (5,)
     settings = AnswerSettings(samples=2, temperature=0.5, top_k=3, top_p=0.9, seed=4)
     one = settings.sampling("task", 3, 1)
     assert (one.temperature, one.top_k, one.top_p) == (0.5, 3, 0.9) and one == settings.sampling("task", 3, 1)
@@ -238,16 +242,18 @@ def test_sampling_settings():
 
 def test_prompts_are_messages_if_the_model_has_a_template(file):
     text, short = chat_model(), load_task(f"{file}:short")
-    asked = answer_requests(text, short, AnswerSettings(samples=2, max_new_tokens=9))
+    asked = completion_requests(text, short, AnswerSettings(samples=2, max_new_tokens=9))
     assert len(asked) == 6 and asked[0].prompt == asked[1].prompt and asked[0].max_new_tokens == 9
     message = [{"role": "user", "content": "the lazy fox"}]
     assert asked[2].prompt == tuple(text.encode(message)) and asked[2].stop_ids == text.stop_ids
-    raw = answer_requests(text, load_task(f"{file}:own"), AnswerSettings())
+    raw = completion_requests(text, load_task(f"{file}:own"), AnswerSettings())
     assert raw[1].prompt == tuple(text.encode("the lazy fox"))
     without = dataclasses.replace(text, chat=None)
-    assert [each.prompt for each in answer_requests(without, short, AnswerSettings())] == [each.prompt for each in raw]
+    assert [each.prompt for each in completion_requests(without, short, AnswerSettings())] == [
+        each.prompt for each in raw
+    ]
     with refused(ConfigError, "'chats'", "chat template"):
-        answer_requests(without, load_task(f"{file}:chats"), AnswerSettings())
+        completion_requests(without, load_task(f"{file}:chats"), AnswerSettings())
 
 
 def test_tools_and_other_variables_are_in_the_prompt():
@@ -260,7 +266,7 @@ def test_tools_and_other_variables_are_in_the_prompt():
     examples = [question | variables, question, {"prompt": "hi", "tools": "calculator"}]
     task = Task(examples=examples, grade=lambda example, answer: 1)
     loaded = LoadedTask(name="t", task=task, examples=_examples(task, Path(), None, "t"), grader="")
-    prompts = [each.prompt for each in answer_requests(text, loaded, AnswerSettings())]
+    prompts = [each.prompt for each in completion_requests(text, loaded, AnswerSettings())]
     expected = ['[{"type": "function", "function": {"name": "f"}}]short<|user|>hi', "<|user|>hi", "<|user|>hi"]
     assert prompts == [tuple(text.tokenizer.encode(each, special=True).tolist()) for each in expected]
 
@@ -272,10 +278,10 @@ def test_a_model_is_evaluated(file, tmp_path):
     tasks = [load_task(f"{file}:{name}") for name in ("short", "own", "made")]
     short, own, made = (evaluate_task(text, engine, task, settings) for task in tasks)
     again = evaluate_task(text, engine, tasks[0], settings)
-    assert again.answers == short.answers and again.grades == short.grades
-    rows = zip(short.answers, short.grades, strict=True)
+    assert again.completions == short.completions and again.grades == short.grades
+    rows = zip(short.completions, short.grades, strict=True)
     pairs = [pair for answers, grades in rows for pair in zip(answers, grades, strict=True)]
-    assert {grade is None for answer, grade in pairs if answer.end == "length"} <= {True}
+    assert {grade is None for answer, grade in pairs if answer.end_reason == "length"} <= {True}
     assert all(grade.columns == {"score": float("e" in answer.text)} for answer, grade in pairs if grade is not None)
     assert own.columns == ["letters", "known"] and own.score.mean >= 0
     judged = [grade.columns is not None for grade in made.grades[1] if grade is not None]
@@ -283,7 +289,7 @@ def test_a_model_is_evaluated(file, tmp_path):
     short.write(tmp_path / "answers.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert len(lines) == 9 and lines[4]["example"] == 1 and lines[4]["sample"] == 1
-    assert lines[4]["answer"] == short.answers[1][1].text and lines[4]["example.answer"] == "lazy"
+    assert lines[4]["completion"] == short.completions[1][1].text and lines[4]["example.answer"] == "lazy"
     long = dataclasses.replace(tasks[0], examples=({"prompt": "fox " * 80},))
     with refused(ConfigError, "'short', example 1", "246 tokens", "max_new_tokens=6", "max_length=64"):
         evaluate_task(text, engine, long, settings)
@@ -292,37 +298,39 @@ def test_a_model_is_evaluated(file, tmp_path):
 @pytest.mark.parametrize(
     "text, stop, known",
     [
-        ("ab, c", (), WrittenAnswer("ab, c", 5, "length")),
-        ("ab, c", (", d", "x"), WrittenAnswer("ab, c", 5, "length")),
-        ("ab, ", (", d",), WrittenAnswer("ab, ", 4, "length")),
-        ("ab, d.", (", d",), WrittenAnswer("ab", 5, "stop_string")),
-        ("ab!c", ("c",), WrittenAnswer("ab", 3, "stop_token")),
+        ("ab, c", (), Completion("ab, c", 5, "length")),
+        ("ab, c", (", d", "x"), Completion("ab, c", 5, "length")),
+        ("ab, ", (", d",), Completion("ab, ", 4, "length")),
+        ("ab, d.", (", d",), Completion("ab", 5, "stop_string")),
+        ("ab!c", ("c",), Completion("ab", 3, "stop_token")),
     ],
     ids=["no stop", "other stop", "start of a stop", "stop string", "stop token"],
 )
 def test_text_held_back_for_a_stop_string_is_returned_at_the_end(text, stop, known):
     tokenizer = ByteTokenizer()
-    writer = _AnswerWriter(tokenizer, AnswerRequest((1,), 9, stop=stop, stop_ids=(ord("!"),)))
+    writer = _CompletionWriter(tokenizer, CompletionRequest((1,), 9, stop=stop, stop_ids=(ord("!"),)))
     for token in tokenizer.encode(text).tolist():
         if writer.push(RequestOutput(request_id=0, tokens=(token,))) or token == ord("!"):
             break
-    assert writer.answer() == known
+    assert writer.finish() == known
 
 
 @pytest.mark.slow
 def test_answers_end_at_stop_strings_and_do_not_depend_on_the_batch():
     text, prompt = chat_model(), tuple(chat_model().encode("the quick").tolist())
     drawn = [SamplingParams(temperature=1.2, seed=seed) for seed in range(8)]
-    free = [AnswerRequest(prompt, 12, sampling, (), text.stop_ids) for sampling in drawn]
-    known = [write_answers(text.tokenizer, small_engine(), [each])[0] for each in free]
+    free = [CompletionRequest(prompt, 12, sampling, (), text.stop_ids) for sampling in drawn]
+    known = [generate_completions(text.tokenizer, small_engine(), [each])[0] for each in free]
     counts = []
-    assert write_answers(text.tokenizer, small_engine(), free, counts.append) == known and sum(counts) == 8
+    assert generate_completions(text.tokenizer, small_engine(), free, counts.append) == known and sum(counts) == 8
     stops = [each._replace(stop=("e", "a")) for each in free]
-    found = write_answers(text.tokenizer, small_engine(), stops)
+    found = generate_completions(text.tokenizer, small_engine(), stops)
     for whole, cut in zip(known, found, strict=True):
         assert cut.text == re.split("[ea]", whole.text)[0]
-        assert (cut.end == "stop_string") == (cut.text != whole.text) and cut.num_tokens <= whole.num_tokens
-    assert {answer.end for answer in found} >= {"stop_string"} and "length" in {answer.end for answer in known}
+        assert (cut.end_reason == "stop_string") == (cut.text != whole.text) and cut.num_tokens <= whole.num_tokens
+    assert {answer.end_reason for answer in found} >= {"stop_string"} and "length" in {
+        answer.end_reason for answer in known
+    }
 
 
 def test_a_conversation_that_ends_with_the_assistant_is_continued():

@@ -50,7 +50,7 @@ def devices_of(topology):
             platform="gpu", device_kind=gpus.chip.kinds[0], process_index=node, compute_capability="9.0"
         )
         for node in range(gpus.nodes)
-        for _ in range(gpus.each)
+        for _ in range(gpus.gpus_per_node)
     ]
 
 
@@ -111,7 +111,10 @@ def test_gpus_are_compiled_for_if_their_compiler_is_installed(monkeypatch):
                                          ("h200:16x8", "4x4x8"), ("h100:128x8", "8x8x16")])  # fmt: skip
 def test_the_tpu_stand_in_has_the_same_number_of_devices(text, shape):
     gpus = gpus_of(text)
-    assert gpus.stand_in == f"v5p:{shape}" and math.prod(map(int, shape.split("x"))) == gpus.nodes * gpus.each
+    assert (
+        gpus.proxy_topology == f"v5p:{shape}"
+        and math.prod(map(int, shape.split("x"))) == gpus.nodes * gpus.gpus_per_node
+    )
 
 
 def test_malformed_topologies_are_refused():
@@ -120,7 +123,7 @@ def test_malformed_topologies_are_refused():
         with refused(ed.ConfigError, f"topology='{wrong}'", "h100:4x8"):
             gpus_of(wrong)
     with refused(ed.ConfigError, "topology", "24 GPUs"):
-        _ = gpus_of("h100:3x8").stand_in
+        _ = gpus_of("h100:3x8").proxy_topology
 
 
 @pytest.mark.slow

@@ -154,22 +154,22 @@ def test_products_of_loops_branches_and_devices(monkeypatch):
     assert plain.counted == 4 * one  # two products, there and back
     assert again.counted == 10 * one  # four products, there and back, and of each pair the first again
     grouped = jax.make_jaxpr(jax.lax.ragged_dot)(jnp.zeros((4, 3)), jnp.zeros((2, 3, 5)), jnp.array([1, 3]))
-    assert products(grouped) == MatmulFlops(2 * 4 * 3 * 5, False, ragged=2 * 4 * 3 * 5)
+    assert products(grouped) == MatmulFlops(2 * 4 * 3 * 5, False, grouped=2 * 4 * 3 * 5)
     bytes_ = jnp.zeros((2, 3), jnp.int8)
     assert count(lambda x, w: bytes_ @ bytes_.T + (x @ w)[:, :2].astype(jnp.int8)) == MatmulFlops(one + 24, False, 24)
 
     looped = jax.make_jaxpr(lambda x, w, n: jax.lax.fori_loop(0, n[0], lambda _, x: jax.lax.ragged_dot(x, w, n), x))(
         jnp.zeros((4, 3)), jnp.zeros((2, 3, 3)), jnp.array([1, 3])
     )
-    assert products(looped) == MatmulFlops(0, False, loose=True)
+    assert products(looped) == MatmulFlops(0, False, has_uncounted_grouped=True)
     kernel = jax.make_jaxpr(lambda x, w, n: kernel_product(False, x, w, n))
-    assert products(kernel(jnp.zeros((128, 128)), jnp.zeros((2, 128, 128)), jnp.array([64, 64]))).loose
+    assert products(kernel(jnp.zeros((128, 128)), jnp.zeros((2, 128, 128)), jnp.array([64, 64]))).has_uncounted_grouped
     arrays = jnp.zeros((64, 8)), jnp.zeros((2, 8, 8)), jnp.array([40, 24])
     for form in (GroupedForm("blocks", 8), GroupedForm("triton")):
         product = lambda x, w, n, form=form: grouped_arrays(x, (w,), n, form)[0].sum()  # noqa: E731
         gradient = jax.grad(product, (0, 1))
         for run in (gradient, jax.checkpoint(jax.jit(gradient))):
-            assert products(jax.make_jaxpr(run)(*arrays)) == MatmulFlops(0, False, loose=True)
+            assert products(jax.make_jaxpr(run)(*arrays)) == MatmulFlops(0, False, has_uncounted_grouped=True)
     places = jnp.broadcast_to(jnp.arange(512)[None], (1, 512))
     own = dict(query_positions=places, key_positions=places, kernel="interval", platform="tpu", local=True)
     q = jnp.zeros((1, 512, 1, 128), jnp.bfloat16)
@@ -199,9 +199,17 @@ def test_experts_count_products_of_their_tokens(remat, again, monkeypatch):
         monkeypatch.setattr("eqx_decoders.planning.step_plan.products", lambda _: found)
         return operations(model, trainer, None, 8, 64).computed
 
-    assert computed(MatmulFlops(1e12 + 7, False, ragged=1e12)) == pytest.approx(7 + needed)
-    assert computed(MatmulFlops(20.0, False, ragged=5.0)) == 20.0  # fewer than that are all there are
-    assert computed(MatmulFlops(7.0, False, loose=True)) == pytest.approx(7 + needed)
+    def eight_bit(found: MatmulFlops) -> float:
+        monkeypatch.setattr("eqx_decoders.planning.step_plan.products", lambda _: found)
+        return operations(model, trainer, None, 8, 64).eight_bit
+
+    assert computed(MatmulFlops(1e12 + 7, False, grouped=1e12)) == pytest.approx(7 + needed)
+    assert computed(MatmulFlops(20.0, False, grouped=5.0)) == 20.0  # fewer than that are all there are
+    assert computed(MatmulFlops(7.0, False, has_uncounted_grouped=True)) == pytest.approx(7 + needed)
+    # 8-bit experts count with what their tokens need, too, and kernels that convert their operands do not count
+    assert eight_bit(MatmulFlops(1e12 + 7, False, 1e12 + 7, 1e12, 1e12)) == pytest.approx(7 + needed)
+    assert eight_bit(MatmulFlops(1e12 + 7, False, 7.0, 1e12)) == 7.0
+    assert eight_bit(MatmulFlops(7.0, False, 7.0, has_uncounted_grouped=True)) == 7.0
 
 
 # --- memory and advice ---

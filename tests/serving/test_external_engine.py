@@ -118,7 +118,7 @@ def test_refuses_rope_that_depends_on_the_length():
     config = ed.get_config("tiny")
     blocks = (dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, rope=rope)) for block in config.blocks)
     model = ed.abstract(dataclasses.replace(config, blocks=tuple(blocks)))
-    with refused(ed.ConfigError, "keys", "64 tokens"):
+    with refused(ed.ConfigError, "RoPE", "64 tokens"):
         external_layers(model)
     EngineConfig(max_length=64).check_model(model)
     with refused(ed.ConfigError, "EngineConfig.max_length=65", "64"):

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import eqx_decoders as ed
 from eqx_decoders.errors import MissingPackage
-from eqx_decoders.serving.vllm_tpu import ARCHITECTURES, NAME, TAKEN, adapter, engine_layout, register
+from eqx_decoders.serving.vllm_tpu import ARCHITECTURES, NAME, NOT_REPLACEABLE, adapter, engine_layout, register
 from tests.compare import assert_allclose
 from tests.errors import refused
 from tests.serving.engines import FIXTURES
@@ -349,8 +349,8 @@ def test_registers_each_name_once_and_refuses_reserved_names(package):
     assert register() == (*ARCHITECTURES, NAME) == tuple(package)
     assert register("MistralForCausalLM", "MistralForCausalLM") == ("MistralForCausalLM", NAME)
     assert {*package.values()} == {adapter()}
-    with refused(ed.ConfigError, repr(TAKEN[0]), "--hf-overrides", NAME):
-        register(TAKEN[0])
+    with refused(ed.ConfigError, repr(NOT_REPLACEABLE[0]), "--hf-overrides", NAME):
+        register(NOT_REPLACEABLE[0])
 
 
 REFUSED = {
@@ -384,7 +384,7 @@ def test_refuses_unsupported_models_before_loading_weights(package, case):
 
 @pytest.mark.slow
 def test_models_of_the_listed_architectures_run(package):
-    listed = {*ARCHITECTURES, *TAKEN} - {"Llama4ForCausalLM"}
+    listed = {*ARCHITECTURES, *NOT_REPLACEABLE} - {"Llama4ForCausalLM"}
     runs = {}
     for path in sorted(FIXTURES.glob("*/config.json")):
         content = json.loads(path.read_text())

@@ -1,7 +1,8 @@
-"""Adapters of one model that an engine serves at once: low-rank pairs in places of one size, for each row its own.
+"""Multi-LoRA serving: requests with different adapters run in one batch.
 
-A weight stands beside the pairs of all places, and every row of a batch reads those of its adapter (as in S-LoRA, Sheng
-et al. 2024, and Punica, Chen et al. 2024). Place 0 is the model itself: its pairs are zeros.
+For each adapted weight, the low-rank pairs of all adapters are stacked in one array, and every row of a batch uses the
+pair of its adapter (as in S-LoRA, Sheng et al. 2024, and Punica, Chen et al. 2024). The number of adapters and their
+rank are fixed, so that loading an adapter compiles nothing. Index 0 is the base model: its pairs are zero.
 """
 
 import dataclasses
@@ -27,12 +28,12 @@ from eqx_decoders.sharding.axes import AnyArray, Axes, matching, path_name, prod
 
 
 class AdapterPairs(NamedTuple):
-    """Pairs of one weight, stacked by layer and then by adapter, or those of one adapter.
+    """Low-rank pairs of one weight: of one adapter, or of all adapters, stacked by layer and then by adapter.
 
     **Arguments:**
 
-    - `lora_a`, `lora_b`: the factors, the second one with their scale; adapters stand before the rank.
-    - `factor`: factors of the columns of the sum (DoRA), or ones.
+    - `lora_a`, `lora_b`: the low-rank factors; `lora_b` includes the scale. The adapter axis comes before the rank.
+    - `factor`: column factors (DoRA), or ones.
     """
 
     lora_a: Any
@@ -40,17 +41,17 @@ class AdapterPairs(NamedTuple):
     factor: Any
 
 
-class AdaptedByRow(AbstractWeight):
-    """Weight beside the pairs of several adapters: `(x base + (x lora_a[row]) lora_b[row]) factor[row]`.
+class MultiAdapterWeight(AbstractWeight):
+    """Weight with the pairs of several adapters: `(x base + (x lora_a[row]) lora_b[row]) factor[row]`.
 
-    Every row is multiplied by all first factors, which are few columns together, and what is not of its adapter becomes
-    0 before the second ones: two plain products instead of one for each row.
+    Every row is multiplied by the `lora_a` of all adapters (adapters x rank columns). The results of other adapters are
+    set to 0, and multiplied by `lora_b`. These are two plain matrix products, instead of one product per row.
 
     **Arguments:**
 
     - `base`: the weight, of any kind.
     - `lora_a`, `lora_b`, `factor`: see `AdapterPairs`.
-    - `rows`: adapter of each row of a batch.
+    - `rows`: adapter index of each row of the batch.
     """
 
     base: Float[AnyArray, "..."] | AbstractWeight
@@ -71,63 +72,72 @@ class AdaptedByRow(AbstractWeight):
 
     def part_axes(self, weight_axes: Axes) -> dict[str, Axes]:
         """Return the axes of all arrays, given the axes of the weight."""
-        return {"base": weight_axes} | place_axes(weight_axes) | {"rows": ("batch",)}
+        return {"base": weight_axes} | adapter_axes(weight_axes) | {"rows": ("batch",)}
 
     def array(self, *contracted: int) -> Float[Array, "..."]:
-        """No array stands for it: raise ConfigError."""
-        raise ConfigError("A weight with several adapters is none: no array stands for it. Merge one of them.")
+        """Raise ConfigError: there is no single array for several adapters."""
+        raise ConfigError(
+            "A weight with several adapters cannot be converted to one array: merge one adapter into the weight "
+            "instead."
+        )
 
     def contract(self, plan: ProductPlan, x: Array, options: ProductOptions) -> Array:
-        """Multiply each row of an activation by the base and by its pair, and scale the sum of both products."""
-        into, out_of = pair_plans(plan, ("adapters", "rank"))
-        low = contract(into, x, self.lora_a, options._replace(dtype=x.dtype))
-        mine = self.rows[:, None] == jnp.arange(len(self.factor), dtype=self.rows.dtype)[None]
-        low = jnp.where(mine.reshape(len(mine), *(1,) * (low.ndim - 3), -1, 1), low, jnp.zeros((), low.dtype))
-        y = contract(plan, x, self.base, options) + contract(out_of, low, self.lora_b, options)
+        """Multiply each row of an activation by the base weight and by the pair of its adapter."""
+        into_rank, out_of_rank = pair_plans(plan, ("adapters", "rank"))
+        low = contract(into_rank, x, self.lora_a, options._replace(dtype=x.dtype))
+        is_own = self.rows[:, None] == jnp.arange(len(self.factor), dtype=self.rows.dtype)[None]
+        low = jnp.where(is_own.reshape(len(is_own), *(1,) * (low.ndim - 3), -1, 1), low, jnp.zeros((), low.dtype))
+        y = contract(plan, x, self.base, options) + contract(out_of_rank, low, self.lora_b, options)
         left, right, out = plan.spelled(x.ndim)
-        words = (left[0], *(word for word in right if word in out))
+        names = (left[0], *(name for name in right if name in out))
         factor = self.factor[self.rows]
-        sizes = dict(zip(words, factor.shape, strict=True))
-        factor = factor.transpose([words.index(word) for word in out if word in words])
-        return (y * factor.reshape([sizes.get(word, 1) for word in out])).astype(y.dtype)
+        sizes = dict(zip(names, factor.shape, strict=True))
+        factor = factor.transpose([names.index(name) for name in out if name in names])
+        return (y * factor.reshape([sizes.get(name, 1) for name in out])).astype(y.dtype)
 
     def base_and_pair(self) -> tuple[Any, LowRankPair]:
-        """Return the weight, and the pair of each row of the batch."""
-        first = jnp.moveaxis(jnp.take(self.lora_a, self.rows, axis=-2), -2, 0)
-        return self.base, LowRankPair(1.0, first, self.lora_b[self.rows], self.factor[self.rows])
+        """Return the base weight, and the pair of each row of the batch."""
+        lora_a = jnp.moveaxis(jnp.take(self.lora_a, self.rows, axis=-2), -2, 0)
+        return self.base, LowRankPair(1.0, lora_a, self.lora_b[self.rows], self.factor[self.rows])
 
 
-def place_axes(words: Axes) -> dict[str, Axes]:
-    """Return the axes of the parts of a weight's `AdapterPairs`, given the axes of the weight without `layers`."""
-    pair = pair_axes(words)
-    columns = tuple(word for word in pair["lora_b"] if word != "rank")
-    inner = {"lora_a": (*pair["lora_a"][:-1], "adapters", "rank")}
-    return inner | {name: ("adapters", *part) for name, part in (("lora_b", pair["lora_b"]), ("factor", columns))}
+def adapter_axes(axis_names: Axes) -> dict[str, Axes]:
+    """Return the axes of the arrays in `AdapterPairs`, given the axes of the weight without `layers`."""
+    pair = pair_axes(axis_names)
+    return {
+        "lora_a": (*pair["lora_a"][:-1], "adapters", "rank"),
+        "lora_b": ("adapters", *pair["lora_b"]),
+        "factor": ("adapters", *(name for name in pair["lora_b"] if name != "rank")),
+    }
 
 
-def of_rows(model: Decoder, rows: Int[AnyArray, "rows"]) -> Decoder:
-    """Return the model for a batch, given the adapter of each of its rows."""
-    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, AdaptedByRow))
+def with_row_adapters(model: Decoder, rows: Int[AnyArray, "rows"]) -> Decoder:
+    """Return the model for a batch, given the adapter index of each row."""
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, MultiAdapterWeight))
     changed: dict[str, Any] = {}
     for path, node in nodes:
-        if isinstance(node, AdaptedByRow):
-            each = jnp.broadcast_to(jnp.asarray(rows)[None], (len(node.factor), len(rows)))
-            changed[path_name(path)] = eqx.tree_at(lambda node: node.rows, node, each)
+        if isinstance(node, MultiAdapterWeight):
+            repeated = jnp.broadcast_to(jnp.asarray(rows)[None], (len(node.factor), len(rows)))  # for each layer
+            changed[path_name(path)] = eqx.tree_at(lambda node: node.rows, node, repeated)
     return replaced(model, changed) if changed else model
 
 
-def adapter_parts(adapted: Decoder) -> dict[str, AdapterPairs]:
-    """Return the pairs of a model as they stand beside the original weights, on the host, by their paths.
+def adapter_pairs(adapted: Decoder) -> dict[str, AdapterPairs]:
+    """Return the low-rank pairs of a model by path, as host arrays relative to the original weights.
 
-    Pairs that were taken out of their weights (PiSSA) have the double rank, and lengths of columns (DoRA) become
-    factors, which are right beside these weights alone.
+    PiSSA subtracts the initial pair from the weights, so its pairs get twice the rank here. The column norms of DoRA
+    become column factors, which are valid only for the current base weights.
     """
     nodes = low_rank_weights(adapted)
-    check(bool(nodes), "Engine.load_adapter: the model has no low-rank pairs. Load some by load_peft.")
-    return {path: jax.device_get(_for_originals(node)) for path, node in nodes.items()}
+    check(
+        bool(nodes),
+        "Engine.load_adapter: the model has no low-rank pairs. Load an adapter with load_peft, or add one with "
+        "add_lora.",
+    )
+    return {path: jax.device_get(_relative_to_original(node)) for path, node in nodes.items()}
 
 
-def _for_originals(node: LowRank) -> AdapterPairs:
+def _relative_to_original(node: LowRank) -> AdapterPairs:
     factor = node.factor if node.lora_magnitude is None else jax.jit(LowRank.column_factor)(node)
     a, b = node.lora_a, node.scale * node.lora_b
     if node.start_a is not None and node.start_b is not None:
@@ -138,202 +148,247 @@ def _for_originals(node: LowRank) -> AdapterPairs:
 
 @dataclasses.dataclass(eq=False)
 class Adapter:
-    """An adapter that is served.
+    """A loaded adapter.
 
     **Arguments:**
 
-    - `name`: by which requests ask for it.
-    - `place`: where its pairs are.
-    - `key`: part of the salt of cached prefixes: what another adapter of this name has computed is not found.
-    - `has_lengths`: whether it is right beside the present weights alone.
-    - `dropped`: new requests are refused; its place is free when the last one has ended.
+    - `name`: name in `Request.adapter`.
+    - `index`: index of its pairs in the stacked arrays.
+    - `key`: part of the salt of cached prefixes. It is unique, even if another adapter had the same name before.
+    - `needs_current_weights`: whether its column factors (DoRA) are valid only for the current base weights.
+    - `dropped`: whether new requests are refused. The index is reused when the last request has finished.
     """
 
     name: str
-    place: int
+    index: int
     key: str
-    has_lengths: bool = False
+    needs_current_weights: bool = False
     dropped: bool = False
 
 
 class EngineAdapters:
-    """AdapterPairs of an engine's adapters, and who is in them.
+    """The adapters of an engine, and the stacked arrays of their pairs.
 
     **Arguments:**
 
-    - `model`: the model, as programs read it, of arrays or shapes: its layers may be unstacked.
-    - `count`: places for adapters.
-    - `rank`: largest rank.
-    - `targets`: patterns of the paths of the weights that have places.
+    - `model`: the model as the programs read it, with arrays or shapes. Its layers can be unstacked.
+    - `max_adapters`: maximum number of adapters. 0: no adapters.
+    - `rank`: maximum rank.
+    - `targets`: path patterns of the weights that adapters may change.
     """
 
-    def __init__(self, model: Decoder, count: int, rank: int, targets: tuple[str, ...]):
-        self.count, self.rank, self._model = count, rank, model
-        self._keys, self._served = itertools.count(), list[Adapter]()
-        self._places = self._empty(_targets(model, targets)) if count > 0 else dict[str, AdapterPairs]()
+    def __init__(self, model: Decoder, max_adapters: int, rank: int, targets: tuple[str, ...]):
+        self.max_adapters = max_adapters
+        self.rank = rank
+        self._model = model
+        self._keys = itertools.count()
+        self._adapters: list[Adapter] = []  # including dropped adapters that requests still use
+        self._arrays: dict[str, AdapterPairs] = {}
+        if max_adapters > 0:
+            self._arrays = self._zeros(_targets(model, targets))
         self._program: Any = None
 
     @property
     def arrays(self) -> dict[str, AdapterPairs]:
-        """Pairs by the paths of their weights, as programs take them."""
-        return self._places
+        """Stacked pairs of all adapters by the path of the weight, as inputs of the programs."""
+        return self._arrays
 
     @property
-    def served(self) -> tuple[Adapter, ...]:
-        """The adapters, without dropped ones."""
-        return tuple(each for each in self._served if not each.dropped)
+    def loaded(self) -> tuple[Adapter, ...]:
+        """The loaded adapters, without dropped adapters."""
+        return tuple(adapter for adapter in self._adapters if not adapter.dropped)
 
     def find(self, name: str | None) -> Adapter | None:
-        """Return an adapter by its name; None for the model itself. Raises ConfigError for an unknown one."""
+        """Return the adapter with a name. None: the base model. Raises ConfigError for an unknown name."""
         if name is None:
             return None
-        known = {each.name: each for each in self.served}
-        check(name in known, f"adapter={name!r} is not loaded: {', '.join(map(repr, known)) or 'none'} is.")
-        return known[name]
+        by_name = {adapter.name: adapter for adapter in self.loaded}
+        check(
+            name in by_name,
+            f"adapter={name!r} is not loaded. Loaded adapters: {', '.join(map(repr, by_name)) or 'none'}.",
+        )
+        return by_name[name]
 
-    def with_pairs(self, model: Decoder, pairs: Mapping[str, AdapterPairs]) -> Decoder:
-        """Return a model with pairs beside its weights, without the adapters of rows (`of_rows`)."""
-        if not pairs:
+    def with_pairs(self, model: Decoder, arrays: Mapping[str, AdapterPairs]) -> Decoder:
+        """Return a model with the pairs of all adapters. `with_row_adapters` then sets the adapter of each row."""
+        if not arrays:
             return model
-        leaves, nothing = whole_weights(model)[1], np.zeros((0,), np.int32)
-        return replaced(model, {path: AdaptedByRow(leaves[path], *each, nothing) for path, each in pairs.items()})
+        weights = whole_weights(model)[1]
+        no_rows = np.zeros((0,), np.int32)
+        return replaced(
+            model, {path: MultiAdapterWeight(weights[path], *pairs, no_rows) for path, pairs in arrays.items()}
+        )
 
     def compile(self) -> None:
-        """Compile the program that fills a place."""
-        if self._program is None and self._places:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, self._places)
-            program = jax.jit(_set_place, donate_argnums=0, out_shardings=shardings)
-            self._program = program.lower(self._places, self._values({}), np.int32(0)).compile()
+        """Compile the program that writes the pairs of one adapter."""
+        if self._program is None and self._arrays:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, self._arrays)
+            program = jax.jit(_set_adapter, donate_argnums=0, out_shardings=shardings)
+            self._program = program.lower(self._arrays, self._complete({}), np.int32(0)).compile()
 
-    def load(self, name: str, parts: Mapping[str, AdapterPairs], users: Iterable[Adapter | None]) -> None:
-        """Give an adapter a free place.
+    def load(self, name: str, pairs: Mapping[str, AdapterPairs], in_use: Iterable[Adapter | None]) -> None:
+        """Load an adapter.
 
         **Arguments:**
 
-        - `parts`: its pairs, as `adapter_parts` returns them.
-        - `users`: adapters of all requests that have no complete answer.
+        - `pairs`: result of `adapter_pairs`.
+        - `in_use`: adapters of all unfinished requests.
 
-        Raises ConfigError for a name that is taken, where no place is free, and for pairs that have none.
+        Raises ConfigError if the name is loaded already, if there is no free index, or if the pairs do not fit.
         """
-        where = f"Engine.load_adapter({name!r})"
-        check(self.count > 0, f"{where}: the engine has no places for adapters: give EngineConfig.max_adapters.")
-        check(len(name) > 0, f"{where}: a name must not be empty.")
-        check(all(each.name != name for each in self.served), f"{where}: it is loaded already. Drop it first.")
-        users = set(users)
-        self._served = [each for each in self._served if not each.dropped or each in users]
-        free = set(range(1, self.count + 1)) - {each.place for each in self._served}
-        names = ", ".join(repr(each.name) for each in self._served)
-        rule = f"all places of max_adapters={self.count} are taken, by {names}: drop one, or let its requests end"
-        check(bool(free), f"{where}: {rule}.")
-        values = self._values(self._fitting(where, parts))
+        call = f"Engine.load_adapter({name!r})"
+        check(self.max_adapters > 0, f"{call}: EngineConfig.max_adapters=0: set it to the number of adapters.")
+        check(len(name) > 0, f"{call}: the name of an adapter must not be empty.")
+        check(
+            all(adapter.name != name for adapter in self.loaded),
+            f"{call}: an adapter with this name is loaded already. Drop it first.",
+        )
+        in_use = set(in_use)
+        self._adapters = [adapter for adapter in self._adapters if not adapter.dropped or adapter in in_use]
+        free = set(range(1, self.max_adapters + 1)) - {adapter.index for adapter in self._adapters}
+        check(
+            bool(free),
+            f"{call}: max_adapters={self.max_adapters} adapters are loaded or still used by requests: "
+            f"{', '.join(repr(adapter.name) for adapter in self._adapters)}. Drop one, and wait for its requests.",
+        )
+        values = self._complete(self._padded(call, pairs))
         self.compile()
-        self._places = self._program(self._places, values, np.int32(min(free)))
-        has_lengths = any(each.factor is not None for each in parts.values())
-        self._served.append(Adapter(name, min(free), f"{name}\0{next(self._keys)}", has_lengths))
+        self._arrays = self._program(self._arrays, values, np.int32(min(free)))
+        has_column_factors = any(pair.factor is not None for pair in pairs.values())
+        self._adapters.append(Adapter(name, min(free), f"{name}\0{next(self._keys)}", has_column_factors))
 
     def drop(self, name: str) -> Adapter:
-        """Refuse new requests for an adapter; its place is free when the others have ended."""
+        """Refuse new requests for an adapter. Its index is reused when its last request has finished."""
         adapter = self.find(name)
         assert adapter is not None
         adapter.dropped = True
         return adapter
 
     def check_new_weights(self) -> None:
-        """Raise ConfigError where an adapter is not right beside other weights."""
-        bound = [each.name for each in self.served if each.has_lengths]
-        rule = "have lengths of columns (DoRA) of the present weights: drop them, and load them again for the new ones"
-        check(not bound, f"Engine.load: the adapters {', '.join(map(repr, bound))} {rule}.")
+        """Raise ConfigError if a loaded adapter is valid only for the current weights."""
+        bound = [adapter.name for adapter in self.loaded if adapter.needs_current_weights]
+        check(
+            not bound,
+            f"Engine.load: the adapters {', '.join(map(repr, bound))} have column norms (DoRA) that are valid only for "
+            f"the current weights. Drop them first, and load them again after the new weights.",
+        )
 
     # --- arrays ---
 
-    def _empty(self, targets: Mapping[str, Axes]) -> dict[str, AdapterPairs]:
-        """Make places of zeros, with factors of 1, sharded by the layout's table."""
+    def _zeros(self, targets: Mapping[str, Axes]) -> dict[str, AdapterPairs]:
+        """Return stacked pairs of zeros, with column factors 1, sharded by the layout."""
         layout, dtype = self._model.execution.layout, self._model.execution.precision.compute
-        leaves, dtypes, pairs = whole_weights(self._model)[1], (dtype, dtype, np.float32), {}
-        for path, words in targets.items():
-            sizes = dict(zip(words, leaves[path].shape, strict=True)) | {"rank": self.rank, "adapters": self.count + 1}
-            parts = [(*words[:1], *part) for part in place_axes(words[1:]).values()]
-            shapes = [tuple(sizes[word] for word in part) for part in parts]
-            shardings = [layout.weight_sharding(part, shape, path) for part, shape in zip(parts, shapes, strict=True)]
-            fills = (np.zeros, np.zeros, np.ones)
-            pairs[path] = AdapterPairs(
-                *(jax.device_put(fill(shape, kind), sharding)
-                  for fill, shape, kind, sharding in zip(fills, shapes, dtypes, shardings, strict=True))
-            )  # fmt: skip
-        return pairs
+        weights = whole_weights(self._model)[1]
+        arrays = {}
+        for path, (layers, *weight_axes) in targets.items():
+            sizes = dict(zip((layers, *weight_axes), weights[path].shape, strict=True))
+            sizes |= {"rank": self.rank, "adapters": self.max_adapters + 1}
+            fills = {"lora_a": (np.zeros, dtype), "lora_b": (np.zeros, dtype), "factor": (np.ones, np.float32)}
+            parts = {}
+            for part, part_axes in adapter_axes(tuple(weight_axes)).items():
+                axes = (layers, *part_axes)
+                shape = tuple(sizes[axis] for axis in axes)
+                fill, part_dtype = fills[part]
+                parts[part] = jax.device_put(fill(shape, part_dtype), layout.weight_sharding(axes, shape, path))
+            arrays[path] = AdapterPairs(**parts)
+        return arrays
 
-    def _fitting(self, where: str, parts: Mapping[str, AdapterPairs]) -> dict[str, AdapterPairs]:
-        """Return pairs by the paths of weights as programs read them, filled up to the largest rank."""
-        by_layer = {place: each for path, pair in parts.items() for place, each in _by_layer(self._model, path, pair)}
-        lost = sorted(path for path in by_layer if path not in self._places)
-        check(not lost, f"{where}: {', '.join(lost[:1])} has no place: see EngineConfig.adapter_targets.")
+    def _padded(self, call: str, pairs: Mapping[str, AdapterPairs]) -> dict[str, AdapterPairs]:
+        """Return the pairs of an adapter, padded to the maximum rank, by the paths of the weights in the programs."""
+        by_layer = {
+            layer_path: layer_pair
+            for path, pair in pairs.items()
+            for layer_path, layer_pair in _by_layer(self._model, path, pair)
+        }
         for path, pair in by_layer.items():
+            check(
+                path in self._arrays,
+                f"{call}: the adapter changes {path}, which does not match EngineConfig.adapter_targets or is of a "
+                f"kind "
+                f"that adapters cannot change (experts, routers, embeddings).",
+            )
             rank = pair.lora_a.shape[-1]
-            rule = f"{path} has the rank {rank}, and places have max_adapter_rank={self.rank}"
-            check(rank <= self.rank, f"{where}: {rule}.")
-            by_layer[path] = _widened(pair, self.rank - rank)
-            for mine, place in zip(by_layer[path], _shapes_of_one(self._places[path]), strict=True):
-                same = mine is None or mine.shape == place
-                check(same, f"{where}: {path} is of another shape: this is an adapter of another model.")
+            check(
+                rank <= self.rank,
+                f"{call}: the pair of {path} has rank {rank}, which is more than max_adapter_rank={self.rank}.",
+            )
+            by_layer[path] = _pad_rank(pair, self.rank - rank)
+            for array, shape in zip(by_layer[path], _one_adapter_shapes(self._arrays[path]), strict=True):
+                check(
+                    array is None or array.shape == shape,
+                    f"{call}: the pair of {path} has an array of shape {None if array is None else array.shape}, but "
+                    f"this model needs {shape}. The adapter belongs to another model.",
+                )
         return by_layer
 
-    def _values(self, parts: Mapping[str, AdapterPairs]) -> dict[str, AdapterPairs]:
-        """Return what is written into a place: zeros and ones where an adapter has nothing."""
+    def _complete(self, pairs: Mapping[str, AdapterPairs]) -> dict[str, AdapterPairs]:
+        """Return arrays for all weights: zeros (and factors 1) for weights that the adapter does not change."""
         values = {}
-        for path, place in self._places.items():
-            pair, shapes = parts.get(path, AdapterPairs(None, None, None)), _shapes_of_one(place)
-            nothing = (np.zeros, np.zeros, np.ones)
+        for path, stacked in self._arrays.items():
+            pair = pairs.get(path, AdapterPairs(None, None, None))
+            shapes = _one_adapter_shapes(stacked)
+            defaults = (np.zeros, np.zeros, np.ones)
             values[path] = AdapterPairs(
-                *(np.asarray(make(shape) if each is None else each).astype(slot.dtype)
-                  for make, shape, slot, each in zip(nothing, shapes, place, pair, strict=True))
-            )  # fmt: skip
+                *(
+                    np.asarray(default(shape) if array is None else array).astype(target.dtype)
+                    for default, shape, target, array in zip(defaults, shapes, stacked, pair, strict=True)
+                )
+            )
         return values
 
 
-def _axes_of_places(pairs: AdapterPairs) -> AdapterPairs:
-    """Return the dimension of each part that counts adapters."""
+def _adapter_dimensions(pairs: AdapterPairs) -> AdapterPairs:
+    """Return the index of the adapter dimension of each array."""
     return AdapterPairs(pairs.lora_a.ndim - 2, 1, 1)
 
 
-def _shapes_of_one(pairs: AdapterPairs) -> list[tuple[int, ...]]:
-    """Return the shapes of one adapter's parts."""
-    both = zip(pairs, _axes_of_places(pairs), strict=True)
-    return [(*each.shape[:axis], *each.shape[axis + 1 :]) for each, axis in both]
+def _one_adapter_shapes(pairs: AdapterPairs) -> list[tuple[int, ...]]:
+    """Return the shapes of the arrays without the adapter dimension."""
+    dimensions = zip(pairs, _adapter_dimensions(pairs), strict=True)
+    return [(*array.shape[:axis], *array.shape[axis + 1 :]) for array, axis in dimensions]
 
 
-def _set_place(
-    pairs: dict[str, AdapterPairs], values: dict[str, AdapterPairs], number: Int[Array, ""]
+def _set_adapter(
+    arrays: dict[str, AdapterPairs], values: dict[str, AdapterPairs], index: Int[Array, ""]
 ) -> dict[str, AdapterPairs]:
+    """Write the pairs of one adapter at an index of the stacked arrays."""
     changed = {}
-    for path, slots in pairs.items():
-        parts = zip(slots, values[path], _axes_of_places(slots), strict=True)
-        changed[path] = AdapterPairs(*(lax.dynamic_update_index_in_dim(x, new, number, axis) for x, new, axis in parts))
+    for path, pairs in arrays.items():
+        parts = zip(pairs, values[path], _adapter_dimensions(pairs), strict=True)
+        changed[path] = AdapterPairs(*(lax.dynamic_update_index_in_dim(x, new, index, axis) for x, new, axis in parts))
     return changed
 
 
 def _targets(model: Decoder, patterns: tuple[str, ...]) -> dict[str, Axes]:
-    """Return the axes of the weights that have places: matrices of blocks, without routers and experts."""
-    words = whole_weights(model)[0]
-    able = {
-        path: axes for path, axes in words.items() if path.startswith("scanned_layers.") and axes[:1] == ("layers",)
+    """Return the axes of the weights that adapters may change: matrices of blocks, except routers and experts."""
+    matrices = {
+        path: axes
+        for path, axes in whole_weights(model)[0].items()
+        if path.startswith("scanned_layers.")
+        and axes[:1] == ("layers",)
+        and not {"experts", "rank"} & set(axes)
+        and product_axes(axes)
     }
-    able = {path: axes for path, axes in able.items() if not {"experts", "rank"} & set(axes) and product_axes(axes)}
-    return {path: able[path] for path in able if path in matching(able, patterns, "EngineConfig.adapter_targets")}
+    matched = matching(matrices, patterns, "EngineConfig.adapter_targets")
+    return {path: axes for path, axes in matrices.items() if path in matched}
 
 
-def _widened(pair: AdapterPairs, more: int) -> AdapterPairs:
-    """Fill the pair of a stack with zeros, so that its rank is larger."""
-    first = np.pad(pair.lora_a, [(0, 0)] * (pair.lora_a.ndim - 1) + [(0, more)])
-    second = np.pad(pair.lora_b, [(0, 0), (0, more)] + [(0, 0)] * (pair.lora_b.ndim - 2))
-    return AdapterPairs(first, second, pair.factor)
+def _pad_rank(pair: AdapterPairs, count: int) -> AdapterPairs:
+    """Append `count` zeros to the rank dimension."""
+    lora_a = np.pad(pair.lora_a, [(0, 0)] * (pair.lora_a.ndim - 1) + [(0, count)])
+    lora_b = np.pad(pair.lora_b, [(0, 0), (0, count)] + [(0, 0)] * (pair.lora_b.ndim - 2))
+    return AdapterPairs(lora_a, lora_b, pair.factor)
 
 
 def _by_layer(model: Decoder, path: str, pair: AdapterPairs) -> Iterable[tuple[str, AdapterPairs]]:
-    """Return the pairs of a stack's layers by the paths that these have in a model whose layers may be unstacked."""
+    """Return the pairs of scanned layers by their paths in `model`, whose layers can be unstacked."""
     units = find_repeats(model.config.blocks)
     if len(model.scanned_layers) == len(units) or not path.startswith("scanned_layers."):
         return [(path, pair)]
     _, number, rest = path.split(".", 2)
-    before, repeats = sum(count for _, count in units[: int(number)]), units[int(number)][1]
-    cut = lambda index: AdapterPairs(*(None if each is None else each[index : index + 1] for each in pair))  # noqa: E731
-    return [(f"scanned_layers.{before + index}.{rest}", cut(index)) for index in range(repeats)]
+    first_layer = sum(repeats for _, repeats in units[: int(number)])
+    layers = []
+    for index in range(units[int(number)][1]):
+        layer_pair = AdapterPairs(*(None if array is None else array[index : index + 1] for array in pair))
+        layers.append((f"scanned_layers.{first_layer + index}.{rest}", layer_pair))
+    return layers

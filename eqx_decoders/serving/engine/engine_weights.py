@@ -1,4 +1,4 @@
-"""`EngineWeights`: the weights that an engine's programs read, which others like them can take the place of."""
+"""`EngineWeights`: the weights that an engine's programs read. They can be replaced without compiling again."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from eqx_decoders.sharding.axes import named_leaves
 
 
 class Models(eqx.Module):
-    """The served model, and its `Drafter`, which may have a model of its own; None without drafts."""
+    """The served model and its `Drafter`, which can contain another model. `drafter=None`: no speculative decoding."""
 
     model: Decoder
     drafter: Any
@@ -25,11 +25,9 @@ class Models(eqx.Module):
 
 
 class EngineWeights:
-    """Weights of a model and of its drafter, as the programs read them.
+    """Weights of a model and its drafter, as inputs of the compiled programs.
 
-    **Arguments:**
-
-    - `model`: the model, as programs read it, with shapes in place of arrays, so that `release` drops these.
+    `model`: the model with shapes instead of arrays, which does not keep the arrays alive after `release`.
     """
 
     def __init__(self, models: Models):
@@ -38,62 +36,72 @@ class EngineWeights:
         self.model = jax.tree.map(shape_of, models.model)
         named = named_leaves(self.model)
         self._shapes = {name: leaf for name, leaf in named.items() if isinstance(leaf, jax.ShapeDtypeStruct)}
-        self._form = jax.tree.structure(models.model)  # of the last model
+        self._structure = jax.tree.structure(models.model)  # of the last loaded model
 
     @property
     def arrays(self) -> list[Array]:
-        """The arrays, in the order in which programs take them."""
-        rule = "Engine.release has dropped the weights: give others by Engine.load first"
-        check(len(self._arrays) == self._tree.num_leaves, f"{rule}.")
+        """Arrays in the order of the programs' inputs. Raises ConfigError after `release`."""
+        check(
+            len(self._arrays) == self._tree.num_leaves,
+            "the engine has no weights since Engine.release: call Engine.load first.",
+        )
         return self._arrays
 
     @property
     def loaded(self) -> Models:
-        """The model and its drafter with their arrays."""
+        """The model and its drafter."""
         return self.combined(self.arrays)
 
     def combined(self, arrays: list[Array]) -> Models:
-        """Return model and drafter with arrays in the order of `arrays`."""
+        """Return the model and its drafter, given their arrays in the order of `arrays`."""
         return eqx.combine(jax.tree.unflatten(self._tree, arrays), self._static)
 
     def release(self) -> None:
-        """Drop the weights of the model; those of a drafter of its own are kept."""
+        """Release the weights of the model. The weights of a separate draft model stay."""
         if len(self._arrays) == self._tree.num_leaves:
             self._arrays = self._arrays[len(self._shapes) :]
 
     def load(self, model: Decoder) -> None:
-        """Take the weights of a model like the first, as programs read it.
+        """Replace the weights of the model. Arrays are copied only if their dtype or sharding differs.
 
-        They are the same arrays where dtype and sharding agree, else copies.
-
-        Raises ConfigError for a model with other weights.
+        Raises ConfigError for a model with other parameters.
         """
-        leaves, form = jax.tree.flatten(model)
-        given, known = [leaf for leaf in leaves if eqx.is_array(leaf)], [*self._shapes.values()]
-        if form != self._form or [leaf.shape for leaf in given] != [leaf.shape for leaf in known]:
-            self._check_like(named_leaves(eqx.filter(model, eqx.is_array)))
-        self._form = form  # the next one is probably the same, and paths take time
+        leaves, structure = jax.tree.flatten(model)
+        arrays = [leaf for leaf in leaves if eqx.is_array(leaf)]
+        shapes = [*self._shapes.values()]
+        if structure != self._structure or [leaf.shape for leaf in arrays] != [leaf.shape for leaf in shapes]:
+            self._check_same_parameters(named_leaves(eqx.filter(model, eqx.is_array)))
+        self._structure = (
+            structure  # computing the names takes time, and the next model probably has this structure, too
+        )
         self.release()
-        self._arrays = [_like(new, leaf) for new, leaf in zip(given, known, strict=True)] + self._arrays
+        self._arrays = [_converted(array, shape) for array, shape in zip(arrays, shapes, strict=True)] + self._arrays
 
-    def _check_like(self, given: dict[str, Array]) -> None:
-        """Check that these are the weights of a model like the first, by their names and shapes."""
-        known, rule = self._shapes, "the weights are those of another model"
-        other = sorted(known.keys() ^ given.keys())
-        check(not other, f"Engine.load: {', '.join(other[:3])}: {rule}. Make another engine for it.")
-        changed = [name for name, leaf in known.items() if leaf.shape != given[name].shape]
-        check(not changed, f"Engine.load: {', '.join(changed[:3])} of another shape: {rule}.")
+    def _check_same_parameters(self, arrays: dict[str, Array]) -> None:
+        different = sorted(self._shapes.keys() ^ arrays.keys())
+        check(
+            not different,
+            f"Engine.load: {', '.join(different[:3])}: the model has other parameters than the engine's model. "
+            f"Create a "
+            f"new engine for it.",
+        )
+        for name, shape in self._shapes.items():
+            check(
+                shape.shape == arrays[name].shape,
+                f"Engine.load: {name} has the shape {arrays[name].shape}, but {shape.shape} in the engine's model. "
+                f"Create a new engine for it.",
+            )
 
 
 def shape_of(leaf: Any) -> Any:
-    """Return the shape, dtype and sharding of an array; anything else as it is."""
+    """Return the shape, dtype and sharding of an array, and other leaves unchanged."""
     if not eqx.is_array(leaf):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
-def _like(leaf: Array, shape: jax.ShapeDtypeStruct) -> Array:
-    """Return an array with the dtype and the sharding of another, itself where they agree."""
-    if leaf.dtype != shape.dtype:
-        return cast(leaf, shape.dtype, shape.sharding)
-    return leaf if leaf.sharding == shape.sharding else jax.device_put(leaf, shape.sharding)
+def _converted(array: Array, shape: jax.ShapeDtypeStruct) -> Array:
+    """Return an array with the dtype and sharding of `shape`, without a copy if they agree."""
+    if array.dtype != shape.dtype:
+        return cast(array, shape.dtype, shape.sharding)
+    return array if array.sharding == shape.sharding else jax.device_put(array, shape.sharding)

@@ -1,7 +1,7 @@
-"""`ModelRunner`: the device state of an engine, and the few compiled programs that read and change it.
+"""`ModelRunner`: the device state of an engine, and the compiled programs that read and update it.
 
-Each program is compiled once, at the start, for one shape: decoding steps of a few batch sizes, prefill chunks of a
-few lengths, and what empties, saves and restores a slot. Programs that change the state get it donated.
+All programs are compiled once, at the start: decoding steps for a few batch sizes, prefill chunks of a few lengths, and
+programs that empty, save and restore a slot. Programs that update the state have it as a donated argument.
 """
 
 import concurrent.futures
@@ -29,24 +29,24 @@ from eqx_decoders.serving.engine.engine_weights import EngineWeights, Models
 from eqx_decoders.serving.engine.page_pool import windows_of
 from eqx_decoders.serving.engine.programs import CacheSnapshot, EngineState
 from eqx_decoders.serving.engine.sampler import (
-    SAMPLING_FORMS,
+    SAMPLING_VARIANTS,
     SampledTokens,
     SamplingBatch,
-    SamplingForm,
     SamplingTable,
+    SamplingVariant,
     Scores,
 )
 
 
-StatePart = Literal["all", "tokens", "none"]  # of an `EngineState`, that a program reads
+StatePart = Literal["all", "tokens", "none"]  # the part of `EngineState` that a program reads
 
-MOST_COMPILERS = 8  # programs that are compiled at a time: each takes memory of the host
+MAX_COMPILERS = 8  # number of parallel compilations, which is limited because each takes host memory
 
 
 class ChunkResult(NamedTuple):
-    """Result of a prefill chunk: the logits after its last token, and the scores of the tokens that follow its own.
+    """Result of a prefill chunk: logits after its last token, and scores of the next token at each position.
 
-    None where they were not asked for.
+    None: not requested.
     """
 
     logits: Float32[Array, "1 vocab"] | None
@@ -59,16 +59,16 @@ class RunnerConfig:
 
     **Arguments:**
 
-    - `num_slots`: sequences that can be computed at once.
-    - `length`: tokens that one slot can hold.
-    - `chunk_sizes`: lengths of prefill chunks, in increasing order; the last is the block size of the prefix cache.
-    - `batch_sizes`: numbers of slots that one decoding step computes.
-    - `columns`: tokens that one decoding step feeds for each slot: 1, and 1 plus the drafts.
-    - `max_biases`: logit biases of one request.
-    - `max_logprobs`: most likely tokens that are reported for each token.
+    - `num_slots`: number of slots.
+    - `length`: maximum number of tokens per slot.
+    - `chunk_sizes`: lengths of prefill chunks in increasing order. The last one is the block size of the prefix cache.
+    - `batch_sizes`: numbers of slots that a decoding step can compute.
+    - `columns`: numbers of tokens that a decoding step can feed per slot: 1, and 1 plus the number of drafts.
+    - `max_biases`: maximum number of logit biases per request.
+    - `max_logprobs`: maximum number of most likely tokens to report.
     - `cache_format`: dtype or quantization of keys and values.
-    - `pages`: layout of a paged cache; None: each slot has its own contiguous rows.
-    - `expert_choices`: whether the state has the experts that tokens were sent to.
+    - `pages`: configuration of a paged cache. None: the cache is contiguous.
+    - `expert_choices`: whether to store the experts that tokens were routed to.
     - `max_adapters`, `max_adapter_rank`, `adapter_targets`: see `EngineAdapters`.
     """
 
@@ -88,7 +88,7 @@ class RunnerConfig:
 
 
 class ModelRunner:
-    """The state of all slots on the device, and the compiled programs that change it."""
+    """Device state of all slots, and the compiled programs that read and update it."""
 
     def __init__(self, model: Decoder, config: RunnerConfig, drafter: Drafter | None = None):
         model = model.replace(expert_choices=config.expert_choices)
@@ -111,22 +111,21 @@ class ModelRunner:
         tokens, experts = jax.device_put((tokens, experts), layout.replicated())
         state = EngineState(cache=cache, tokens=tokens, drafts=drafts, experts=experts)
         self._leaves, self._tree = jax.tree.flatten(programs.without_aliases(state))
-        place = next(index for index, leaf in enumerate(jax.tree.leaves(state)) if leaf is tokens)
-        self._parts = {"all": slice(None), "tokens": slice(place, place + 1), "none": slice(0)}
+        index = next(index for index, leaf in enumerate(jax.tree.leaves(state)) if leaf is tokens)
+        self._parts = {"all": slice(None), "tokens": slice(index, index + 1), "none": slice(0)}
         self.model = self.weights.model
-        sizes = config.max_adapters, config.max_adapter_rank, config.adapter_targets
-        self.adapters = EngineAdapters(self.model, *sizes)
+        self.adapters = EngineAdapters(self.model, config.max_adapters, config.max_adapter_rank, config.adapter_targets)
         self._replicated = layout.replicated()
         self.slots_per_call = min(slots, layout.backend.slots_per_call)
-        self._to_empty: list[int] = []  # slots, before the next program that reads them
+        self._slots_to_empty: list[int] = []  # emptied together before the next program that reads the cache
         self._programs: dict[Any, Any] = {}
-        self._reads: dict[Any, _Reads] = {}
-        self._logits_shardings: dict[int, jax.sharding.Sharding] = {}  # of those to sample from, by their number
+        self._inputs: dict[Any, _ProgramInputs] = {}
+        self._logits_shardings: dict[int, jax.sharding.Sharding] = {}  # by the number of rows of logits
         self._drafts = models.drafter is not None
-        self._forms = (*SAMPLING_FORMS, None) if layout.backend.branches_block_host else (None,)
+        self._variants = (*SAMPLING_VARIANTS, None) if layout.backend.branches_block_host else (None,)
 
     def load(self, model: Decoder) -> None:
-        """Take the weights of a model like the first (see `EngineWeights.load`)."""
+        """Replace the weights (see `EngineWeights.load`)."""
         self.weights.load(prepare_for_engine(model))
 
     @property
@@ -135,49 +134,53 @@ class ModelRunner:
 
     @cached_property
     def windows(self) -> dict[int, tuple[int, int]]:
-        """Pages by attention window, as `windows_of` returns them; empty without a paged cache."""
+        """Result of `windows_of`. Empty: the cache is not paged."""
         return windows_of(self._state.cache)
 
     @cached_property
     def has_state(self) -> bool:
-        """True where layers have a state that cannot be cut by tokens, such as a recurrent state."""
+        """True if layers have a state without an entry per token, such as a recurrent state."""
         return len(jax.tree.leaves(jax.eval_shape(programs.save_state, self._state, np.int32(0)))) > 0
 
     @cached_property
     def _is_packed(self) -> bool:
-        """True with arrays of 4 bits, which XLA's programs for CPUs take by ordinary calls, compiled at the first."""
+        """True with int4 arrays.
+
+        XLA:CPU supports them only in calls of jitted functions, which compile at the first call.
+        """
         return any(str(leaf.dtype).endswith("int4") for leaf in jax.tree.leaves(self._state))
 
     # --- programs ---
 
     def compile(self) -> None:
-        """Compile all programs, some at a time; later calls need no others."""
+        """Compile all programs in parallel."""
         self.adapters.compile()
-        with concurrent.futures.ThreadPoolExecutor(min(MOST_COMPILERS, os.cpu_count() or 1)) as self._compilers:
+        with concurrent.futures.ThreadPoolExecutor(min(MAX_COMPILERS, os.cpu_count() or 1)) as self._compilers:
             self._compile_all()
         self._programs = {name: program.result() for name, program in self._programs.items()}
 
     def _compile_all(self) -> None:
         config, slot, begin = self.config, np.int32(0), np.int32(0)
-        some = np.zeros(self.slots_per_call, np.int32)
-        scored = dict(num_top=config.max_logprobs)
+        slot_group = np.zeros(self.slots_per_call, np.int32)
+        decode = partial(programs.decode, num_top=config.max_logprobs)
+        scores = partial(programs.prompt_scores, num_top=config.max_logprobs)
         for rows in config.batch_sizes:
             if not self._drafts:
                 *inputs, batch = self._decode_inputs(rows, 1)
                 self._compile(("forward", rows), programs.forward, *inputs, batch.adapter, weights=True)
             for columns in config.columns if self._drafts else ():
                 inputs = self._decode_inputs(rows, columns)
-                self._compile(("decode", rows, columns), partial(programs.decode, **scored), *inputs, weights=True)
-        self._compile("empty", programs.empty_slots, some)
+                self._compile(("decode", rows, columns), decode, *inputs, weights=True)
+        self._compile("empty", programs.empty_slots, slot_group)
+        # pairs of rows to sample and rows of logits: first tokens after one prompt, and tokens of a decoding step
         decoded = () if self._drafts else zip(config.batch_sizes, config.batch_sizes, strict=True)
-        for rows, logits in {(len(some), 1), *decoded}:  # first tokens after one prompt, and tokens of a step
-            for form in self._forms:
-                if logits > 1 or form is None or form.scores:  # scores of few rows take no time
-                    self._compile_sample(rows, logits, form)
+        for rows, logits in {(len(slot_group), 1), *decoded}:
+            for variant in self._variants:
+                if logits > 1 or variant is None or variant.scores:  # one row always computes scores: they cost little
+                    self._compile_sample(rows, logits, variant)
         for length in config.chunk_sizes:
             self._compile(("prefill", length), programs.prefill, *self._prefill_inputs(length), weights=True)
             inputs = self._hidden(length), np.zeros((1, length), np.int32)
-            scores = partial(programs.prompt_scores, **scored)
             self._compile(("scores", length), scores, *inputs, weights=True, state="none")
         self._compile("logits", programs.next_logits, self._hidden(1), weights=True, state="none")
         save = partial(programs.save, length=self.block_size)
@@ -185,7 +188,7 @@ class ModelRunner:
             self._compile(("save", pages), partial(save, pages=pages), slot, begin, donates=False)
             snapshot = jax.eval_shape(partial(save, pages=pages), self._state, slot, begin)
             snapshot = self._placed_as(("save", pages), snapshot)
-            for slots in {1: some[:1], len(some): some}.values():
+            for slots in {1: slot_group[:1], len(slot_group): slot_group}.values():
                 self._compile(("restore", pages, len(slots)), programs.restore, slots, begin, begin, snapshot)
         if self.windows:
             tables = {
@@ -210,17 +213,22 @@ class ModelRunner:
         tokens: np.ndarray,
         positions: np.ndarray,
         batch: SamplingBatch,
-        form: SamplingForm | None,
+        variant: SamplingVariant | None,
     ) -> SampledTokens:
-        """Run one decoding step of some slots, or of all in their order; rows at position -1 are idle.
+        """Run one decoding step.
 
-        A first token of -1 stands for the one that the last program of its slot has sampled.
+        **Arguments:**
+
+        - `slots`: slot of each row: a subset of the slots, or all slots in order.
+        - `tokens`: input tokens of each row. -1 in the first column: the token that was sampled last in this slot.
+        - `positions`: positions of the tokens. -1: the row is idle.
+        - `batch`, `variant`: sampling inputs.
         """
         rows = np.asarray(slots, np.int32)
         if self._drafts:
             return self._run(("decode", *tokens.shape), rows, tokens, positions, batch)
         logits = self._run(("forward", len(rows)), rows, tokens, positions, batch.adapter)
-        return self._sample(rows, positions[:, 0], logits, batch, form)
+        return self._sample(rows, positions[:, 0], logits, batch, variant)
 
     def prefill(
         self,
@@ -233,13 +241,13 @@ class ModelRunner:
         next_token: bool,
         scores: bool,
     ) -> ChunkResult:
-        """Prefill one chunk of a slot's prompt, from position `begin` on.
+        """Prefill one chunk of the prompt of a slot, starting at position `begin`.
 
         **Arguments:**
 
-        - `following`: the token after each.
-        - `next_token`: return the logits after the last one.
-        - `scores`: return the scores of those in `following`.
+        - `following`: the next token after each token of the chunk.
+        - `next_token`: whether to return the logits after the last token.
+        - `scores`: whether to return the scores of the tokens in `following`.
         """
         length = next(size for size in self.config.chunk_sizes if size >= len(tokens))
         ids, next_ids = np.zeros((1, length), np.int32), np.zeros((1, length), np.int32)
@@ -252,46 +260,53 @@ class ModelRunner:
         return ChunkResult(logits, self._run(("scores", length), hidden, next_ids) if scores else None)
 
     def first_tokens(
-        self, slots: np.ndarray, prompt_length: int, logits: Array, batch: SamplingBatch, form: SamplingForm | None
+        self,
+        slots: np.ndarray,
+        prompt_length: int,
+        logits: Array,
+        batch: SamplingBatch,
+        variant: SamplingVariant | None,
     ) -> SampledTokens:
-        """Sample the first tokens of answers from the logits after their prompt, which is in the slots.
-
-        Slots are a group of `together`.
-        """
-        logits = jax.device_put(logits, self._logits_shardings[1])  # they may be those of another program
+        """Sample the first output tokens of slots with the same prompt. `slots`: one of the `slot_groups`."""
+        logits = jax.device_put(logits, self._logits_shardings[1])  # different programs return different shardings
         ends = np.where(slots < self.num_slots, prompt_length - 1, -1).astype(np.int32)
-        return self._sample(slots, ends, logits, batch, form)
+        return self._sample(slots, ends, logits, batch, variant)
 
     def _sample(
-        self, slots: np.ndarray, positions: np.ndarray, logits: Array, batch: SamplingBatch, form: SamplingForm | None
+        self,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        logits: Array,
+        batch: SamplingBatch,
+        variant: SamplingVariant | None,
     ) -> SampledTokens:
-        if form is not None and len(logits) == 1:
-            form = form._replace(scores=True)
-        name = "sample", len(slots), len(logits), form if form in self._forms else None
+        if variant is not None and len(logits) == 1:
+            variant = variant._replace(scores=True)
+        name = "sample", len(slots), len(logits), variant if variant in self._variants else None
         return self._run(name, slots, positions, logits, batch)
 
     # --- slots ---
 
     def empty(self, slot: int) -> None:
-        """Clear a slot, together with others that are cleared before a program reads any."""
-        self._to_empty.append(slot)
+        """Empty a slot. Slots are emptied together, before the next program that reads the cache."""
+        self._slots_to_empty.append(slot)
 
     def save(self, slot: int, begin: int, *, pages: bool = True) -> CacheSnapshot:
-        """Copy the cache entries of a block of tokens of a slot; without `pages`, skip paged layers."""
+        """Copy the keys and values of one block of tokens of a slot. `pages=False`: without paged layers."""
         return self._run(("save", pages or not self.windows), np.int32(slot), np.int32(begin))
 
     def experts(self, slot: int) -> Array:
-        """Return the experts of the tokens of a slot, `[length, layers, choices]`."""
+        """Return the experts of the tokens of a slot, of shape `[length, layers, choices]`."""
         return self._run("experts", np.int32(slot))
 
     def save_state(self, slot: int) -> Any:
-        """Copy the recurrent and convolution states of a slot; None for models without such states."""
+        """Copy the recurrent and convolution states of a slot. None: the model has no such states."""
         return self._run("save state", np.int32(slot)) if self.has_state else None
 
-    def saved_bytes(self, tokens: int) -> int:
-        """Return the memory that a saved slot with so many tokens takes."""
+    def saved_bytes(self, num_tokens: int) -> int:
+        """Return the memory in bytes of a saved slot with `num_tokens` tokens."""
         block, state = self._saved_sizes
-        return -(-tokens // self.block_size) * block + state
+        return -(-num_tokens // self.block_size) * block + state
 
     @cached_property
     def _saved_sizes(self) -> tuple[int, int]:
@@ -302,43 +317,46 @@ class ModelRunner:
     def restore(
         self, slots: Sequence[int], begin: int, end: int, snapshot: CacheSnapshot, *, pages: bool = True
     ) -> None:
-        """Write back what `save` returned into each of some slots, which then have `end` tokens."""
-        for group in self.together(slots) if len(slots) > 1 else [np.asarray(slots, np.int32)]:
+        """Write the result of `save` into slots, and set their lengths to `end` tokens."""
+        for group in self.slot_groups(slots) if len(slots) > 1 else [np.asarray(slots, np.int32)]:
             name = "restore", pages or not self.windows, len(group)
             self._run(name, group, np.int32(begin), np.int32(end), snapshot)
 
-    def together(self, slots: Sequence[int]) -> list[np.ndarray]:
-        """Split slots into groups of `slots_per_call`, for one call each; `num_slots` stands for none."""
+    def slot_groups(self, slots: Sequence[int]) -> list[np.ndarray]:
+        """Split slots into groups of size `slots_per_call`, each for one call.
+
+        Padded with `num_slots`, which is ignored.
+        """
         size = self.slots_per_call
         return list(np.asarray([*slots, *[self.num_slots] * (-len(slots) % size)], np.int32).reshape(-1, size))
 
     def restore_state(self, slot: int, saved: Any) -> None:
-        """Write back what `save_state` returned."""
+        """Write the result of `save_state` into a slot."""
         if self.has_state:
             self._run("restore state", np.int32(slot), saved)
 
     def set_page_tables(self, tables: dict[int, np.ndarray], lengths: np.ndarray) -> None:
         """Set the page tables and lengths of all slots."""
-        inputs = jax.tree.map(np.array, (tables, lengths))  # copies, as in `SamplingBatch.of`
+        inputs = jax.tree.map(np.array, (tables, lengths))  # copies, as in `SamplingBatch.select`
         self._run("page tables", *inputs)
 
     def insert_cache(self, slot: int, cache: Cache, tokens: np.ndarray) -> None:
-        """Write a cache of one row, prefilled outside the engine state, into a slot, with its tokens."""
+        """Write the cache (with one row) and the tokens of a separately prefilled prompt into a slot."""
         ids = np.zeros((1, self.length), np.int32)
         ids[0, : len(tokens)] = tokens
-        if not self._is_packed:  # a compiled program takes arguments only where it has placed them
+        if not self._is_packed:  # compiled programs require the shardings that they were compiled for
             cache = jax.device_put(cache, self._programs["insert cache"].input_shardings[0][3])
         self._run("insert cache", np.int32(slot), cache, ids)
 
     # --- calls of programs ---
 
     def sampling_table(self, rows: int) -> SamplingTable:
-        """Create sampling inputs of rows that sample greedily, to be filled by `set`."""
+        """Return a table of sampling inputs for greedy decoding, to be filled by `set`."""
 
-        def place(array: np.ndarray) -> Array:
-            return jax.make_array_from_callback(array.shape, self._replicated, lambda part: array[part])
+        def put(array: np.ndarray) -> Array:
+            return jax.make_array_from_callback(array.shape, self._replicated, lambda index: array[index])
 
-        return SamplingTable(SamplingBatch.greedy(rows, self._mask_words, self.config.max_biases), place)
+        return SamplingTable(SamplingBatch.greedy(rows, self._mask_words, self.config.max_biases), put)
 
     def _decode_inputs(self, rows: int, columns: int) -> tuple[Any, ...]:
         slots, shape = np.arange(rows, dtype=np.int32), (rows, columns)
@@ -346,28 +364,30 @@ class ModelRunner:
             slots,
             np.zeros(shape, np.int32),
             np.full(shape, -1, np.int32),
-            self.sampling_table(rows).of(slots, False),
+            self.sampling_table(rows).batch_of(slots, False),
         )
 
     def _prefill_inputs(self, length: int) -> tuple[Any, ...]:
         ids = np.zeros((1, length), np.int32)
-        return np.int32(0), ids, ids, ids, np.asarray(False), self.sampling_table(1).of([0], False)
+        return np.int32(0), ids, ids, ids, np.asarray(False), self.sampling_table(1).batch_of([0], False)
 
     def _hidden(self, length: int) -> jax.ShapeDtypeStruct:
-        """Return the shape of hidden states of a prompt's tokens."""
+        """Return the shape of the hidden states of `length` tokens."""
         shape = 1, length, self.model.config.hidden_features
         return jax.ShapeDtypeStruct(shape, self.model.execution.precision.compute, sharding=self._replicated)
 
-    def _compile_sample(self, rows: int, num_logits: int, form: SamplingForm | None) -> None:
-        """Compile `programs.sample`; it reads logits where the forward pass leaves them."""
+    def _compile_sample(self, rows: int, num_logits: int, variant: SamplingVariant | None) -> None:
+        """Compile `programs.sample` for logits with the sharding that the forward pass returns."""
         outputs = self._output_shardings(("forward", num_logits))
         sharding = self._replicated if outputs is None else outputs[1]
         self._logits_shardings[num_logits] = sharding
         logits = jax.ShapeDtypeStruct((num_logits, self.model.config.vocab_size), jnp.float32, sharding=sharding)
         slots = np.arange(rows, dtype=np.int32)
-        inputs = slots, slots, logits, self.sampling_table(rows).of(slots, False)
-        sample = partial(programs.sample, num_top=self.config.max_logprobs, form=form)
-        self._compile(("sample", rows, num_logits, form), sample, *inputs, state="tokens", reports=self._replicated)
+        inputs = slots, slots, logits, self.sampling_table(rows).batch_of(slots, False)
+        sample = partial(programs.sample, num_top=self.config.max_logprobs, variant=variant)
+        self._compile(
+            ("sample", rows, num_logits, variant), sample, *inputs, state="tokens", result_sharding=self._replicated
+        )
 
     def _compile(
         self,
@@ -377,12 +397,17 @@ class ModelRunner:
         weights: bool = False,
         state: StatePart = "all",
         donates: bool = True,
-        reports: Any = None,
+        result_sharding: Any = None,
     ) -> None:
-        """Start to compile a function of the models and of the state, as far as it reads them, and of inputs.
+        """Start to compile `function`, whose arguments are the models and the state (if it reads them) and `inputs`.
 
-        What reads the state changes it and gets it donated, if it `donates`: it returns it. What reads weights as well
-        returns something else beside it, and so does what `reports`, with this sharding.
+        **Arguments:**
+
+        - `weights`: whether the function reads the models.
+        - `state`: the part of the state that it reads.
+        - `donates`: whether it updates that part, which is then donated, and returned first. A function that also reads
+            the models, or has a `result_sharding`, returns a pair of the new state and a result.
+        - `result_sharding`: sharding of the result.
         """
 
         def run(arrays: Any, leaves: list[Array], *inputs: Any) -> Any:
@@ -395,54 +420,59 @@ class ModelRunner:
             result = function(*read, *inputs)
             if not donates:
                 return result
-            new, report = result if reports_more else (result, None)
-            return jax.tree.leaves(new), report
+            new, result = result if has_result else (result, None)
+            return jax.tree.leaves(new), result
 
-        donates, reports_more = donates and state != "none", weights or reports is not None
-        self._reads[name] = _Reads(weights, self._parts[state], donates)
+        donates = donates and state != "none"
+        has_result = weights or result_sharding is not None
+        self._inputs[name] = _ProgramInputs(weights, self._parts[state], donates)
         shardings: Any = None
-        if donates:  # the state stays where it is
-            shardings = [leaf.sharding for leaf in self._arrays_of(name)[1]], reports
+        if donates:  # the state keeps its shardings
+            shardings = [leaf.sharding for leaf in self._arrays_of(name)[1]], result_sharding
         jitted = jax.jit(run, donate_argnums=(1,) if donates else (), out_shardings=shardings)
         compiled = (lambda: jitted) if self._is_packed else jitted.lower(*self._arrays_of(name), *inputs).compile
         self._programs[name] = self._compilers.submit(compiled)
 
     def _output_shardings(self, name: Any) -> Any:
-        """Return where a program leaves its results on a mesh; None on one device, and without such a program."""
+        """Return the shardings of a program's results. None: on one device, or if the program does not exist."""
         if len(self._replicated.device_set) == 1 or self._is_packed or name not in self._programs:
             return None
         return self._programs[name].result().output_shardings
 
     def _placed_as(self, name: Any, shapes: Any) -> Any:
-        """Add to the shapes of a program's results where it leaves them."""
+        """Return the shapes of a program's results with their shardings."""
         outputs = self._output_shardings(name)
         if outputs is None:
             return shapes
         return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, outputs)
 
     def _arrays_of(self, name: Any) -> tuple[Any, list[Array]]:
-        reads = self._reads[name]
-        arrays = (self.weights.arrays, self.adapters.arrays) if reads.weights else None
-        return arrays, self._leaves[reads.part]
+        program_inputs = self._inputs[name]
+        arrays = (self.weights.arrays, self.adapters.arrays) if program_inputs.weights else None
+        return arrays, self._leaves[program_inputs.state]
 
     def _run(self, name: Any, *inputs: Any) -> Any:
-        """Run a program, put what it changes in place of the state, and return what it returns besides."""
-        reads = self._reads[name]
-        if self._to_empty and reads.part == self._parts["all"]:
-            slots, self._to_empty = self._to_empty, []
-            for group in self.together(slots):
+        """Run a program, update the state, and return the program's other result."""
+        program_inputs = self._inputs[name]
+        if self._slots_to_empty and program_inputs.state == self._parts["all"]:
+            slots, self._slots_to_empty = self._slots_to_empty, []
+            for group in self.slot_groups(slots):
                 self._run("empty", group)
         result = self._programs[name](*self._arrays_of(name), *inputs)
-        if reads.donates:
-            self._leaves[reads.part], result = result
+        if program_inputs.donates:
+            self._leaves[program_inputs.state], result = result
         return result
 
 
-class _Reads(NamedTuple):
-    """What a program reads besides its inputs: weights, and a part of the state, which it changes if it `donates`."""
+class _ProgramInputs(NamedTuple):
+    """Inputs of a program besides its arguments.
+
+    `weights`: whether it reads the models; `state`: slice of the state's leaves that it reads; `donates`: whether it
+    updates them.
+    """
 
     weights: bool
-    part: slice
+    state: slice
     donates: bool
 
 

@@ -1,8 +1,8 @@
 """Prefill of prompts with images, videos and audio, whose encoders run in background threads.
 
-Programs depend on sizes, of which there are few: rows of patches and of audio are padded to four lengths an octave, and
-prompts to those of `bucket`; each by itself, since encoders and decoder have separate programs. Features wait on the
-host without padding, and are padded when their prompt is prefilled.
+Inputs are padded to few shapes, so that few programs are compiled: rows of patches and of audio to four lengths per
+power of two, prompts to the lengths of `bucket`. Encoders and decoder are separate programs. Encoded features are
+stored on the host without padding until their prompt is prefilled.
 """
 
 import collections
@@ -39,22 +39,22 @@ from eqx_decoders.sharding.axes import AnyArray
 from eqx_decoders.sharding.explicit import run_with_auto_axes
 
 
-MAX_FEATURE_BYTES = 1 << 30  # of the features that wait
-MAX_ENCODING = 8  # prompts of one client at a time: those of others come between
-MAX_PROGRAMS = 64  # most recently used ones: each takes some megabytes
-POLL = 0.01  # seconds that an idle step waits for features
+MAX_FEATURE_BYTES = 1 << 30  # features of waiting requests
+MAX_ENCODINGS_PER_CLIENT = 8  # concurrent encodings of one client, so that other clients get their turn
+MAX_PROGRAMS = 64  # size of the LRU cache of compiled programs, which take some megabytes each
+POLL_SECONDS = 0.01  # time that an idle step waits for features
 
 _log = logging.getLogger("eqx_decoders.serving")
 
 
 class PreparedMedia(eqx.Module):
-    """Multimodal prompt with its features, ready to be prefilled.
+    """Multimodal prompt with encoded features, ready for prefill.
 
     **Arguments:**
 
-    - `prompt`, `lengths`: its tokens, padded, and their number.
+    - `prompt`, `lengths`: padded tokens, and the number of tokens without padding.
     - `media`: positions of the features, without the inputs of the encoders.
-    - `features`: those of the tokens, and those added after each of the first layers.
+    - `features`: features that replace tokens, followed by features that are added after the first layers (DeepStack).
     """
 
     prompt: Int[AnyArray, "1 length"]
@@ -66,13 +66,13 @@ class PreparedMedia(eqx.Module):
 class MultimodalPrefill:
     """Encoders in background threads, and the prefill of multimodal prompts.
 
-    `feature_bytes` is the memory of the features of one token.
+    `feature_bytes`: memory of the features of one token.
 
     **Arguments:**
 
-    - `model`: the model, with its encoders.
-    - `length`: tokens that the cache of a prompt can hold.
-    - `cache_format`: format of its keys and values.
+    - `model`: the model with its encoders.
+    - `length`: maximum number of tokens of the cache.
+    - `cache_format`: format of keys and values.
     """
 
     def __init__(self, model: Decoder, length: int, cache_format: CacheFormat):
@@ -83,34 +83,35 @@ class MultimodalPrefill:
         self.load(model)
         self._programs: collections.OrderedDict[Any, Any] = collections.OrderedDict()
         self._lock = threading.Lock()
-        # two threads: what has its programs does not wait for what has to be compiled
+        # two threads, so that prompts whose programs exist do not wait for compilations
         pool = concurrent.futures.ThreadPoolExecutor
         self._encoding, self._compiling = pool(1, "encoding"), pool(1, "compiling")
 
     def load(self, model: Decoder) -> None:
-        """Take the weights of a model like the first."""
+        """Replace the weights."""
         arrays, self._static = eqx.partition(model, eqx.is_array)
         self._weights, self._tree = jax.tree.flatten(arrays)
 
     def release(self) -> None:
-        """Drop the weights."""
+        """Release the weights."""
         self._weights = []
 
     def schedule_encoding(self, sequences: Sequence[SequenceState]) -> None:
-        """Start to encode the media of waiting sequences in order, within `MAX_FEATURE_BYTES`; the first in any case.
+        """Start to encode the media of waiting sequences, in scheduling order, within `MAX_FEATURE_BYTES`.
 
-        Where that is full, the last ones drop their features for the first, and are encoded again when there is room.
+        The first sequence is always encoded: if there is no room, the last sequences discard their features, and are
+        encoded again later.
         """
         first = next(sequence for sequence in sequences if sequence.needs_encoding())
-        encoded = [each for each in sequences if each.shared.encoding is not None]
-        clients = {each.shared: each.request.client for each in encoded}
+        encoded = [sequence for sequence in sequences if sequence.shared.encoding is not None]
+        clients = {sequence.shared: sequence.request.client for sequence in encoded}
         running = (shared for shared in clients if shared.encoding and not shared.encoding.done())
-        busy = collections.Counter(clients[shared] for shared in running)
+        running_by_client = collections.Counter(clients[shared] for shared in running)
         used_bytes = sum(shared.features_bytes for shared in clients)
         for sequence in sequences:
             shared, request = sequence.shared, sequence.request
             skipped = shared.encoding is not None or not sequence.needs_encoding()
-            if skipped or request.media is None or busy[request.client] >= MAX_ENCODING:
+            if skipped or request.media is None or running_by_client[request.client] >= MAX_ENCODINGS_PER_CLIENT:
                 continue
             while sequence is first and clients and used_bytes + shared.features_bytes > MAX_FEATURE_BYTES:
                 last = next(other.shared for other in reversed(sequences) if other.shared in clients)
@@ -122,36 +123,36 @@ class MultimodalPrefill:
             shared.encoding = self.submit(request.prompt, request.media)
             clients[shared] = request.client
             used_bytes += shared.features_bytes
-            busy[request.client] += 1
+            running_by_client[request.client] += 1
 
     def submit(self, prompt: tuple[int, ...], media: Media) -> "Future[PreparedMedia]":
-        """Start to encode the media of a prompt, and to compile its prefill."""
+        """Start to encode the media of a prompt and to compile its prefill, and return a future of the result."""
         result: Future[PreparedMedia] = Future()
         self._encoding.submit(self._work, result, prompt, media, compiles=False)
         return result
 
     def prefill(self, prepared: PreparedMedia) -> tuple[Cache, Float32[Array, "1 vocab"]]:
-        """Prefill a prompt; returns its cache of one row, and the logits after its last token."""
+        """Prefill a prompt, and return its cache (with one row) and the logits after its last token."""
         prepared = _padded(prepared)
         return self._program(self._prefill, prepared, compiles=True)(self._weights, prepared)
 
     def close(self) -> None:
-        """Start no more work."""
+        """Stop the background threads after their current task."""
         for pool in (self._encoding, self._compiling):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _work(
         self, result: concurrent.futures.Future, prompt: tuple[int, ...], media: Media, *, compiles: bool
     ) -> None:
-        """Set the result that `submit` promised, in a background thread, unless it was cancelled."""
+        """Compute the result of a future of `submit` in a background thread, unless the future was cancelled."""
         try:
             if not result.cancelled():
-                _settle(result.set_result, self._encode_prompt(prompt, media, compiles=compiles))
+                _set_if_pending(result.set_result, self._encode_prompt(prompt, media, compiles=compiles))
         except _NotCompiled:
-            with contextlib.suppress(RuntimeError):  # it is closed
+            with contextlib.suppress(RuntimeError):  # raised after `close`
                 self._compiling.submit(self._work, result, prompt, media, compiles=True)
         except Exception as error:
-            _settle(result.set_exception, error)
+            _set_if_pending(result.set_exception, error)
 
     def _encode_prompt(self, prompt: tuple[int, ...], media: Media, *, compiles: bool) -> PreparedMedia:
         """Encode the media of a prompt, and compile the program that prefills it."""
@@ -161,17 +162,17 @@ class MultimodalPrefill:
         rows = with_rounded_rows(media)
         encoded: Encoded = self._program(self._encode_rows, rows, compiles=compiles)(self._weights, rows)
         count = _count(media)
-        features = tuple(np.asarray(each)[:, :count].copy() for each in (encoded.by_group, *encoded.deepstack))
-        bare = dataclasses.replace(media, images=None, audio=None, order=np.zeros((1, 1), np.int32)).padded(width)
+        features = tuple(np.asarray(array)[:, :count].copy() for array in (encoded.by_group, *encoded.deepstack))
+        positions = dataclasses.replace(media, images=None, audio=None, order=np.zeros((1, 1), np.int32)).padded(width)
         lengths = np.asarray([len(prompt)], np.int32)
-        prepared = PreparedMedia(ids, lengths, bare, features)
+        prepared = PreparedMedia(ids, lengths, positions, features)
         self._program(self._prefill, _padded(prepared), compiles=compiles)
         return prepared
 
     # --- programs -----------------------------------------------------------------------------------------------------
 
     def _program(self, function: Callable[..., Any], inputs: Any, *, compiles: bool) -> Any:
-        """Return the program for these shapes; if it is missing, compile it or raise _NotCompiled."""
+        """Return the program for the shapes of `inputs`. A missing program is compiled, or raises _NotCompiled."""
         leaves, tree = jax.tree.flatten(inputs)
         key = function.__name__, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         with self._lock:
@@ -199,89 +200,97 @@ class MultimodalPrefill:
 
 
 def features_bytes(multimodal: MultimodalPrefill | None, request: Request) -> int:
-    """Return the memory of the features of a request. Raises ConfigError for media that do not fit it or the model."""
+    """Return the memory of the features of a request.
+
+    Raises ConfigError if the media do not fit the model or prompt.
+    """
     if request.media is None:
         return 0
     if multimodal is None:
-        raise ConfigError("Request.media is given, but this model has no encoders (DecoderConfig.media is None).")
+        raise ConfigError(
+            "Request.media is set, but the model has no encoders (DecoderConfig.media=None): send a text prompt."
+        )
     check_tokens(np.zeros((1, len(request.prompt))), request.media)
     return _count(request.media) * multimodal.feature_bytes
 
 
-def wait_for_one(pending: Iterable[Future | None]) -> None:
-    """Wait until one of these futures is done, or `POLL` seconds have passed."""
-    pending = [each for each in pending if each is not None]
-    if pending:
-        concurrent.futures.wait(pending, POLL, concurrent.futures.FIRST_COMPLETED)
+def wait_for_any(futures: Iterable[Future | None]) -> None:
+    """Wait until one of the futures is done, at most `POLL_SECONDS`."""
+    started = [future for future in futures if future is not None]
+    if started:
+        concurrent.futures.wait(started, POLL_SECONDS, concurrent.futures.FIRST_COMPLETED)
 
 
-def client_message(error: Exception) -> str:
-    """Return the message for a client whose media could not be encoded; the log gets the traceback."""
+def error_message(error: Exception) -> str:
+    """Return the error message for a client whose media could not be encoded. The traceback goes to the log."""
     if isinstance(error, EqxDecodersError):
         return str(error)
-    _log.error("what a prompt shows could not be computed", exc_info=error)
-    return f"What this prompt shows could not be computed ({type(error).__name__}): ask for less of it."
+    _log.error("encoding or prefill of images, videos or audio failed", exc_info=error)
+    return (
+        f"The images, videos or audio of this prompt could not be processed ({type(error).__name__}): send fewer or "
+        f"smaller files."
+    )
 
 
 def _count(media: Media) -> int:
-    """Return the number of features among a prompt's tokens."""
+    """Return the number of tokens that features replace."""
     return int(np.max(np.asarray(media.index))) + 1
 
 
 def _padded(prepared: PreparedMedia) -> PreparedMedia:
-    """Pad features to the number of tokens, which is no less: the shape of a prefill depends on one length alone."""
-    longer = partial(_with_length, length=prepared.prompt.shape[1])
-    return dataclasses.replace(prepared, features=tuple(map(longer, prepared.features)))
+    """Pad features to the length of the padded prompt, so that the shapes of a prefill depend only on that length."""
+    pad = partial(_with_length, length=prepared.prompt.shape[1])
+    return dataclasses.replace(prepared, features=tuple(map(pad, prepared.features)))
 
 
 class _NotCompiled(Exception):
-    """Error for a program that is not compiled."""
+    """A program is not compiled yet."""
 
 
-def _settle(settle: Callable[[Any], None], value: Any) -> None:
-    with contextlib.suppress(concurrent.futures.InvalidStateError):  # nobody waits any more
-        settle(value)
+def _set_if_pending(set_result: Callable[[Any], None], value: Any) -> None:
+    with contextlib.suppress(concurrent.futures.InvalidStateError):  # the future was cancelled
+        set_result(value)
 
 
 @run_with_auto_axes
 def _prefill_prompt(
     model: Decoder, prepared: PreparedMedia, length: int, cache_format: CacheFormat
 ) -> tuple[Any, Float32[Array, "1 vocab"]]:
-    """Prefill a prompt in one pass; returns its cache and the last logits."""
+    """Prefill a prompt in one pass, and return its cache and the logits after its last token."""
     by_group, *deepstack = map(jnp.asarray, prepared.features)
-    media: Any = dict(media=prepared.media, encoded=Encoded(by_group=by_group, deepstack=tuple(deepstack)))
+    encoded = Encoded(by_group=by_group, deepstack=tuple(deepstack))
     cache = inference_cache(model, 1, length, cache_format)
-    return prefill_prompts(model, prepared.prompt, prepared.lengths, cache, **media)[1:]
+    return prefill_prompts(model, prepared.prompt, prepared.lengths, cache, media=prepared.media, encoded=encoded)[1:]
 
 
-# --- few lengths ------------------------------------------------------------------------------------------------------
+# --- padding to few lengths -------------------------------------------------------------------------------------------
 
 
 def with_rounded_rows(media: Media) -> Media:
-    """Return the media as one group of rows, which are padded to one of few lengths."""
+    """Return the media as one group of rows, padded to one of few lengths."""
     images, audio = _pad_rows(media.images), _pad_rows(media.audio)
     order, old_begin, new_begin = np.asarray(media.order), 0, 0
-    new_order = np.minimum(order, 0)  # -1 is no row of a tile
+    new_order = np.minimum(order, 0)  # -1: no feature
     for rows, padded in ((media.images, images), (media.audio, audio)):
         if rows is None or padded is None:
             continue
-        # features are counted row by row: those of later rows stand further back
-        length, padded_length = (each.positions.shape[1] // each.group for each in (rows, padded))
+        # `order` has indices into the concatenated rows, which move because the rows become longer
+        length, padded_length = (side.positions.shape[1] // side.group for side in (rows, padded))
         row, offset = np.divmod(order - old_begin, length)
         old_end = old_begin + len(rows.positions) * length
         new_order = np.where(
             (order >= old_begin) & (order < old_end), new_begin + row * padded_length + offset, new_order
         )
         old_begin, new_begin = old_end, new_begin + len(padded.positions) * padded_length
-    unused = dict(spans=None, real=None, grid_positions=None)  # encoders read nothing of the tokens
-    # clips that are filled up may have more features than there are rows
+    unused = dict(spans=None, real=None, grid_positions=None)  # encoders do not read fields about tokens
+    # padded audio clips can have more features than there are rows
     width = max(new_begin, new_order.shape[1])
     order, index = _with_length(new_order.astype(np.int32), width), np.full((1, 1), -1, np.int32)
     return dataclasses.replace(media, images=images, audio=audio, order=order, index=index, **unused)
 
 
 def _pad_rows(rows: PackedPatches | AudioRows | None) -> Any:
-    """Pad rows with empty entries to one of few lengths."""
+    """Pad rows to one of few lengths."""
     if rows is None:
         return None
     pieces = rows.chunks.shape[1] if isinstance(rows, PackedChunks) else rows.positions.shape[1] // rows.group

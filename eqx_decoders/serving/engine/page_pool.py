@@ -1,7 +1,7 @@
-"""Pages of a paged cache, on the host: free list, reference counts, page tables of rows, and who has which pages.
+"""Allocation of the pages of a paged cache, on the host: free list, reference counts and page tables.
 
-A page may be in the tables of several rows while all of them only read it. Before a row writes into a shared page, it
-gets a copy of its own (copy on write): `PageTables.reserve` returns the pages to copy on the device.
+A page can be in the page tables of several rows and in the prefix cache. Shared pages are complete and are never
+written again, so there is no copy on write.
 """
 
 import collections
@@ -16,20 +16,20 @@ from eqx_decoders.layers.cache.cache import Cache
 from eqx_decoders.layers.cache.paged import PageConfig
 
 
-Pages = dict[int, list[int]]  # page numbers of some tokens in order, by window (0: none); -1 for one given back
+Pages = dict[int, list[int]]  # page ids of consecutive tokens by window (0: no window). -1: a page that was freed
 
 
 class OutOfPages(EqxDecodersError):
-    """Error for an allocation that needs more pages than are free; nothing was allocated."""
+    """An allocation needs more pages than are free. Nothing was allocated."""
 
 
 class PagePool:
-    """Pages of one cache, with their reference counts and a free list.
+    """Pool of pages with reference counts and a free list.
 
     **Arguments:**
 
-    - `num_pages`: number of pages; they are numbered 0, 1, 2, …
-    - `page_size`: tokens of a page.
+    - `num_pages`: number of pages. Page ids are 0 to `num_pages - 1`.
+    - `page_size`: number of tokens per page.
     """
 
     def __init__(self, num_pages: int, page_size: int):
@@ -37,7 +37,7 @@ class PagePool:
         check_integer("PagePool.page_size", page_size)
         self.page_size = page_size
         self._references = [0] * num_pages
-        self._free = collections.deque(range(num_pages))  # the one that was given back first comes first
+        self._free = collections.deque(range(num_pages))  # the page that was freed first is reused first
 
     @property
     def num_pages(self) -> int:
@@ -55,20 +55,21 @@ class PagePool:
         return self.num_pages - self.num_free
 
     def references(self, page: int) -> int:
-        """Return the reference count of a page; 0: it is free."""
-        check(0 <= page < self.num_pages, f"PagePool: page={page} must be one of 0 to {self.num_pages - 1}.")
+        """Return the reference count of a page. 0: the page is free."""
+        check(0 <= page < self.num_pages, f"PagePool: page={page} must be from 0 to {self.num_pages - 1}.")
         return self._references[page]
 
-    def pages_for(self, tokens: int) -> int:
-        """Return the number of pages that hold so many tokens."""
-        return -(-tokens // self.page_size)
+    def pages_for(self, num_tokens: int) -> int:
+        """Return the number of pages for `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int = 1) -> list[int]:
-        """Allocate pages, with one reference each. Raises OutOfPages if too few are free."""
+        """Allocate pages with one reference each. Raises OutOfPages if not enough pages are free."""
         check_integer("PagePool.allocate: count", count, minimum=0)
         if count > self.num_free:
             raise OutOfPages(
-                f"PagePool: {count} pages are asked for, and {self.num_free} of {self.num_pages} are free."
+                f"PagePool.allocate: {count} pages are requested, but only {self.num_free} of {self.num_pages} are "
+                f"free."
             )
         pages = [self._free.popleft() for _ in range(count)]
         for page in pages:
@@ -76,18 +77,21 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Add a reference to each of these allocated pages."""
+        """Add a reference to each page. Raises ConfigError for a free page."""
         pages = self._check_allocated(pages, "share")
         for page in pages:
             self._references[page] += 1
 
     def free(self, pages: Iterable[int]) -> list[int]:
-        """Drop a reference to each of these pages; returns those that are free now."""
-        pages, freed = self._check_allocated(pages, "free"), []
-        counts = collections.Counter(pages)
+        """Remove a reference to each page. Returns the pages that are free now."""
+        counts = collections.Counter(self._check_allocated(pages, "free"))
         for page, count in counts.items():
-            rule = f"page={page} has {self._references[page]} references, and {count} are given back"
-            check(self._references[page] >= count, f"PagePool.free: {rule}.")
+            check(
+                self._references[page] >= count,
+                f"PagePool.free: {count} references to page={page} are to be removed, but it has "
+                f"{self._references[page]}.",
+            )
+        freed = []
         for page, count in counts.items():
             self._references[page] -= count
             if self._references[page] == 0:
@@ -95,35 +99,23 @@ class PagePool:
                 freed.append(page)
         return freed
 
-    def make_private(self, page: int) -> int:
-        """Return a page with one reference in place of a shared one: the page itself if nobody else refers to it.
-
-        Otherwise it is a new page, into which the caller copies the contents. Raises OutOfPages if none is free.
-        """
-        self._check_allocated([page], "make_private")
-        if self._references[page] == 1:
-            return page
-        (new,) = self.allocate()
-        self._references[page] -= 1
-        return new
-
-    def _check_allocated(self, pages: Iterable[int], call: str) -> list[int]:
+    def _check_allocated(self, pages: Iterable[int], method: str) -> list[int]:
         pages = list(pages)
         for page in pages:
-            check(self.references(page) > 0, f"PagePool.{call}: page={page} is free: nobody has it.")
+            check(self.references(page) > 0, f"PagePool.{method}: page={page} is not allocated.")
         return pages
 
 
 class PageTables:
-    """Page tables of a cache's rows, and the references of their entries.
+    """Page tables of the rows of a cache. Each entry holds a reference to its page.
 
-    `table` is the array for `Cache.with_tables`. A row may write only into pages that `reserve` has allocated to it.
+    `table` is the array for `Cache.with_tables`. A row writes only into pages that `reserve` has allocated for it.
 
     **Arguments:**
 
-    - `pool`: pool of the pages; others may hold references to its pages, too, such as a prefix cache.
-    - `num_rows`: rows of the cache.
-    - `row_pages`: entries of a row's table.
+    - `pool`: page pool, which the prefix cache shares.
+    - `num_rows`: number of rows of the cache.
+    - `row_pages`: number of entries per row.
     """
 
     def __init__(self, pool: PagePool, num_rows: int, row_pages: int):
@@ -133,89 +125,75 @@ class PageTables:
         self.table = np.full((num_rows, row_pages), -1, np.int32)
 
     def pages(self, row: int) -> list[int]:
-        """Return the pages of a row in order, without those that it has given back."""
+        """Return the allocated pages of a row in order."""
         return [int(page) for page in self.table[row] if page >= 0]
 
     def needed(self, row: int, begin: int, end: int) -> int:
-        """Return the number of free pages that `reserve` would take."""
-        missing = sum(self.table[row, entry] < 0 for entry in self._entries(begin, end))
-        return int(missing) + len(self._shared(row, begin, end))
+        """Return the number of pages that `reserve` would allocate."""
+        return int(sum(self.table[row, entry] < 0 for entry in self._entries(begin, end)))
 
-    def reserve(self, row: int, begin: int, end: int) -> list[tuple[int, int]]:
-        """Allocate pages for a row to write its tokens from position `begin` up to `end`.
+    def reserve(self, row: int, begin: int, end: int) -> None:
+        """Allocate the missing pages for the tokens `begin:end` of a row, which the row will write.
 
-        Returns pairs of pages to copy, source and target, for shared pages. Raises OutOfPages, and changes nothing, if
-        too few are free.
+        Raises OutOfPages, and changes nothing, if not enough pages are free.
         """
         limit = self.table.shape[1] * self.pool.page_size
-        check(0 <= begin <= end <= limit, f"PageTables.reserve: {begin} to {end} must be within 0 to {limit}.")
-        shared, entries = self._shared(row, begin, end), self._entries(begin, end)
-        fresh = iter(self.pool.allocate(self.needed(row, begin, end)))
-        copies = []
-        for entry in entries:
-            page = int(self.table[row, entry])
-            if page < 0:
-                self.table[row, entry] = next(fresh)
-            elif entry in shared:
-                self.table[row, entry] = next(fresh)
-                copies.append((page, int(self.table[row, entry])))
-        self.pool.free(source for source, _ in copies)
-        return copies
+        check(
+            0 <= begin <= end <= limit,
+            f"PageTables.reserve: begin={begin} and end={end} must be from 0 to {limit}, the length of a row.",
+        )
+        new_pages = iter(self.pool.allocate(self.needed(row, begin, end)))
+        for entry in self._entries(begin, end):
+            if self.table[row, entry] < 0:
+                self.table[row, entry] = next(new_pages)
+            else:
+                assert self.pool.references(int(self.table[row, entry])) == 1, "a shared page must not be written"
 
     def adopt(self, row: int, pages: Sequence[int]) -> None:
-        """Give an empty row shared pages that hold its first tokens; -1 for none."""
-        rule = f"row={row} must be empty, and have room for {len(pages)} pages"
-        check(not self.pages(row) and len(pages) <= self.table.shape[1], f"PageTables.adopt: {rule}.")
+        """Share pages with an empty row, as the pages of its first tokens. -1: no page."""
+        check(
+            not self.pages(row) and len(pages) <= self.table.shape[1],
+            f"PageTables.adopt: row={row} must be empty and have at least {len(pages)} entries for {len(pages)} pages; "
+            f"it has {len(self.pages(row))} pages and {self.table.shape[1]} entries.",
+        )
         self.pool.share(page for page in pages if page >= 0)
         self.table[row, : len(pages)] = pages
 
-    def drop_before(self, row: int, position: int) -> list[int]:
-        """Give back the pages of a row whose tokens are all before a position, such as those outside of a window.
-
-        Returns those that are free now.
-        """
+    def free_before(self, row: int, position: int) -> None:
+        """Free the pages of a row whose tokens are all before `position`, such as pages outside of a window."""
         end = max(0, min(position // self.pool.page_size, self.table.shape[1]))
-        return self._give_back(row, slice(0, end))
+        self._free(row, slice(0, end))
 
-    def truncate(self, row: int, length: int) -> list[int]:
-        """Give back the pages of a row after its first `length` tokens; returns those that are free now."""
-        return self._give_back(row, slice(self.pool.pages_for(length), None))
+    def release(self, row: int) -> None:
+        """Free all pages of a row, the last page first."""
+        self._free(row, slice(None))
 
-    def release(self, row: int) -> list[int]:
-        """Give back all pages of a row, the last first; returns those that are free now."""
-        return self._give_back(row, slice(None))
-
-    def _give_back(self, row: int, entries: slice) -> list[int]:
+    def _free(self, row: int, entries: slice) -> None:
         pages = [int(page) for page in self.table[row, entries][::-1] if page >= 0]
         self.table[row, entries] = -1
-        return self.pool.free(pages)
+        self.pool.free(pages)
 
     def _entries(self, begin: int, end: int) -> range:
-        """Return the entries of the table whose pages hold tokens from `begin` up to `end`."""
+        """Return the table entries of the tokens `begin:end`."""
         return range(begin // self.pool.page_size, self.pool.pages_for(end)) if end > begin else range(0)
-
-    def _shared(self, row: int, begin: int, end: int) -> set[int]:
-        """Return those of these entries whose pages have other references."""
-        pages = {entry: int(self.table[row, entry]) for entry in self._entries(begin, end)}
-        return {entry for entry, page in pages.items() if page >= 0 and self.pool.references(page) > 1}
 
 
 def windows_of(cache: Cache) -> dict[int, tuple[int, int]]:
-    """Return, by the window of paged layers, the number of pages and the entries of a row's page table."""
+    """Return `{attention window: (number of pages, page table entries per row)}` of the paged layers of a cache."""
     layer_caches = jax.tree.leaves(cache.layer_caches, is_leaf=is_layer_cache)
-    return {window: counts for each in layer_caches for window, counts in each.page_pools.items()}
+    return {window: sizes for layer_cache in layer_caches for window, sizes in layer_cache.page_pools.items()}
 
 
 class BlockManager:
-    """Allocator of the pages of an engine's slots and of its prefix cache, by attention window.
+    """Page allocator of the slots and the prefix cache.
 
-    Layers of each window have a pool of pages of their own. Pages outside of a window are given back.
+    Layers with the same attention window share one page pool. Pages outside of a window are freed.
 
     **Arguments:**
 
-    - `config`: layout of the paged cache.
-    - `windows`: pages by window, as `windows_of` returns them.
-    - `num_slots`: rows of the cache.
+    - `config`: configuration of the paged cache.
+    - `windows`: result of `windows_of`.
+    - `num_slots`: number of rows of the cache.
     """
 
     def __init__(self, config: PageConfig, windows: dict[int, tuple[int, int]], num_slots: int):
@@ -227,7 +205,7 @@ class BlockManager:
 
     @property
     def usage(self) -> float:
-        """Share of the pages in use, from 0 to 1, of the fullest pool."""
+        """Fraction of the pages in use in the fullest pool, from 0 to 1."""
         pools = [table.pool for table in self.tables.values()]
         return max((pool.num_used / pool.num_pages for pool in pools), default=0.0)
 
@@ -237,46 +215,47 @@ class BlockManager:
         return {window: table.table for window, table in self.tables.items()}
 
     def check_fits(self, length: int, chunk: int) -> None:
-        """Raise ConfigError for a request of so many tokens that needs more pages than a pool has."""
+        """Raise ConfigError if a request of `length` tokens, prefilled in chunks, needs more pages than a pool has."""
         for window, table in self.tables.items():
-            # a window, one chunk, and a page that both begin in
-            most = length if window == 0 else min(length, window + chunk + self.page_size)
-            needed, available = table.pool.pages_for(most), table.pool.num_pages
-            rule = f"which need {needed} pages, and there are {available}"
+            # with a window: the window, one chunk, and one page, since neither starts at a page boundary
+            max_tokens = length if window == 0 else min(length, window + chunk + self.page_size)
+            needed, available = table.pool.pages_for(max_tokens), table.pool.num_pages
             check(
-                needed <= available, f"prompt and max_new_tokens have {length} tokens together, {rule}: ask for fewer."
+                needed <= available,
+                f"prompt and max_new_tokens have {length} tokens together, which need {needed} pages, but the cache "
+                f"has "
+                f"{available}: reduce max_new_tokens or shorten the prompt.",
             )
 
     def has_room(self, length: int) -> bool:
-        """Return whether enough pages are free for so many tokens of a new row, with windows at their widest."""
+        """Return whether there are enough free pages for `length` tokens of a new row."""
         for window, table in self.tables.items():
-            most = length if window == 0 else min(length, window + self.page_size)
-            if table.pool.pages_for(most) > table.pool.num_free:
+            max_tokens = length if window == 0 else min(length, window + self.page_size)
+            if table.pool.pages_for(max_tokens) > table.pool.num_free:
                 return False
         return True
 
     def reserve(self, slot: int, begin: int, end: int) -> None:
-        """Allocate pages for the tokens of a slot from `begin` up to `end`, and give back those outside of windows.
+        """Allocate pages for the tokens `begin:end` of a slot, and free pages outside of windows.
 
-        Raises OutOfPages, and allocates none, if there are not enough.
+        Raises OutOfPages, and allocates nothing, if not enough pages are free.
         """
         for window, table in self.tables.items():
             if window > 0:
-                table.drop_before(slot, begin - window + 1)
+                table.free_before(slot, begin - window + 1)
         for table in self.tables.values():
             if table.needed(slot, begin, end) > table.pool.num_free:
-                raise OutOfPages(f"slot {slot} needs pages for its tokens {begin} to {end}, and there are too few.")
+                raise OutOfPages(f"not enough free pages for tokens {begin} to {end} of slot {slot}.")
         for table in self.tables.values():
-            copies = table.reserve(slot, begin, end)
-            assert not copies, "only whole pages are shared, and those are not written again"
+            table.reserve(slot, begin, end)
 
     def reserve_visible(self, slot: int, length: int) -> None:
-        """Allocate pages for those of the first `length` tokens of an empty slot that the next token sees."""
+        """Allocate the pages of an empty slot's first `length` tokens that the next token can attend to."""
         for window, table in self.tables.items():
             table.reserve(slot, _first_visible(window, length), length)
 
     def share(self, slot: int, begin: int, end: int) -> Pages:
-        """Return the pages of some tokens of a slot, with one reference more each."""
+        """Return the pages of the tokens `begin:end` of a slot, and add a reference to each."""
         entries = slice(begin // self.page_size, -(-end // self.page_size))
         pages: Pages = {}
         for window, table in self.tables.items():
@@ -285,14 +264,14 @@ class BlockManager:
         return pages
 
     def adopt(self, slot: int, blocks: Sequence[Pages], length: int) -> None:
-        """Give an empty slot the shared pages of its first `length` tokens that the next token sees."""
+        """Share the pages of cached blocks of `length` tokens with an empty slot, without pages outside of windows."""
         for window, table in self.tables.items():
             pages = [page for block in blocks for page in block[window]]
             first = _first_visible(window, length) // self.page_size
             table.adopt(slot, [page if index >= first else -1 for index, page in enumerate(pages)])
 
     def has_visible_pages(self, blocks: Sequence[Pages], length: int) -> bool:
-        """Return whether these blocks still have every page that the token after the first `length` sees."""
+        """Return whether cached blocks still have all pages that the token after the first `length` can attend to."""
         for window in self.tables:
             pages = [page for block in blocks for page in block[window]]
             first = _first_visible(window, length) // self.page_size
@@ -301,16 +280,16 @@ class BlockManager:
         return True
 
     def free(self, pages: Pages) -> None:
-        """Give back one reference to each of these pages."""
-        for window, each in pages.items():
-            self.tables[window].pool.free(page for page in each if page >= 0)
+        """Remove one reference to each page."""
+        for window, window_pages in pages.items():
+            self.tables[window].pool.free(page for page in window_pages if page >= 0)
 
     def release(self, slot: int) -> None:
-        """Give back all pages of a slot."""
+        """Free all pages of a slot."""
         for table in self.tables.values():
             table.release(slot)
 
 
 def _first_visible(window: int, length: int) -> int:
-    """Return the first of `length` tokens that the next token sees; a window of 0 is unlimited."""
+    """Return the first of `length` tokens that the next token can attend to. Window 0: no window."""
     return 0 if window == 0 else max(0, length - window + 1)

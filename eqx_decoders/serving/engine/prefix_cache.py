@@ -1,9 +1,9 @@
-"""Prefix cache: prompts that begin alike are prefilled once, in blocks that are found by their content.
+"""`PrefixCache`: caches the keys and values of prompts in blocks, so that a shared prefix is prefilled once.
 
-A block has as many tokens as a prefill chunk, and is named by a hash of its tokens and of all tokens before it. Chunks
-begin where blocks do, so a prompt with a cached prefix is prefilled in the same pieces as one without: its answer has
-the same bits. Recurrent states, which have no entry per token, are saved after some of the blocks, and only such a
-block can end a cached prefix of models that have them.
+A block has as many tokens as a prefill chunk. Its key is a hash of its tokens and of all tokens before it. Blocks and
+chunks have the same boundaries, so a prompt with a cached prefix is prefilled in the same chunks as without, and its
+completion is the same bit for bit. Recurrent states do not have an entry per token: they are saved after some of the
+blocks, and in a model with recurrent layers a cached prefix must end with such a block.
 """
 
 import collections
@@ -26,9 +26,9 @@ class CachedBlock:
 
     **Arguments:**
 
-    - `snapshot`: cache entries of its tokens.
-    - `state`: recurrent and convolution states after its last token; None: not saved.
-    - `pages`: pages that hold its tokens, with a reference each; None without a paged cache.
+    - `snapshot`: keys and values of its tokens.
+    - `state`: recurrent and convolution states after its last token. None: not saved.
+    - `pages`: pages of its tokens, each with a reference. None: the cache is not paged.
     """
 
     snapshot: CacheSnapshot
@@ -42,14 +42,14 @@ class CachedBlock:
 
 
 class PrefixCache:
-    """Cached blocks by the hash of their content; the least recently used ones are evicted.
+    """LRU cache of blocks by hash.
 
     **Arguments:**
 
-    - `block_size`: tokens of a block.
-    - `capacity`: bytes that all blocks may take; 0 caches nothing.
-    - `needs_state`: whether the model has states that have no entry per token.
-    - `on_evict`: called with each block that is evicted.
+    - `block_size`: number of tokens per block.
+    - `capacity`: size in bytes. 0: no prefix cache.
+    - `needs_state`: whether the model has recurrent or convolution states.
+    - `on_evict`: called with each evicted block.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class PrefixCache:
         self.block_size, self.capacity, self.nbytes, self._needs_state = block_size, capacity, 0, needs_state
         self._on_evict = on_evict
         self._blocks: collections.OrderedDict[bytes, CachedBlock] = collections.OrderedDict()
-        self._secret = secrets.token_bytes(16)  # clients, who don't know it, can't make hashes collide
+        self._secret = secrets.token_bytes(16)  # clients do not know the key, so they cannot construct collisions
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def hash_blocks(self, tokens: Sequence[int], salt: str = "") -> list[bytes]:
-        """Return the hashes of the whole blocks of a prompt."""
+        """Return the hashes of the complete blocks of a prompt."""
         hashes, digest = [], hashlib.blake2b(salt.encode(), key=self._secret, digest_size=16).digest()
         if self.capacity == 0:
             return hashes
@@ -80,7 +80,7 @@ class PrefixCache:
         return hashes
 
     def find(self, hashes: Sequence[bytes], length: int) -> list[CachedBlock]:
-        """Return the blocks of the longest cached prefix that leaves at least one of `length` tokens to compute."""
+        """Return the blocks of the longest cached prefix with fewer than `length` tokens."""
         blocks: list[CachedBlock] = []
         for block_hash in hashes[: (length - 1) // self.block_size]:
             if block_hash not in self._blocks:
@@ -92,18 +92,19 @@ class PrefixCache:
         return blocks
 
     def count_cached(self, hashes: Sequence[bytes]) -> int:
-        """Count the leading blocks of a prompt that are cached."""
-        return next((index for index, name in enumerate(hashes) if name not in self._blocks), len(hashes))
+        """Return the number of leading blocks of a prompt that are cached."""
+        missing = (index for index, block_hash in enumerate(hashes) if block_hash not in self._blocks)
+        return next(missing, len(hashes))
 
     def lacks(self, block_hash: bytes, *, state: bool) -> bool:
-        """Return whether a block is missing, or, with `state`, has no saved state."""
+        """Return whether a block is not cached. With `state`: or is cached without a recurrent state."""
         block = self._blocks.get(block_hash)
         return block is None or (state and self._needs_state and block.state is None)
 
     def add(self, hashes: Sequence[bytes], block: CachedBlock) -> None:
-        """Cache the block with the last of `hashes`, and evict others for it.
+        """Add the block whose hash is the last of `hashes`, and evict other blocks beyond the capacity.
 
-        It is released at once if one of the blocks before it is missing: it could not be found.
+        The block is evicted right away if an earlier block of the prompt is missing, because it could not be found.
         """
         if self.count_cached(hashes[:-1]) < len(hashes) - 1 or block.nbytes > self.capacity:
             self._on_evict(block)
@@ -117,7 +118,7 @@ class PrefixCache:
             self.evict_one()
 
     def evict_one(self) -> bool:
-        """Evict the least recently used block; False if there is none."""
+        """Evict the least recently used block. Returns False if the cache is empty."""
         if self._blocks:
             self._drop(next(iter(self._blocks)))
             return True
@@ -129,7 +130,7 @@ class PrefixCache:
             pass
 
     def renew(self) -> None:
-        """Evict all blocks, and give all others new names: what other weights compute is never found."""
+        """Evict all blocks and change all hashes, so that blocks computed by previous weights are never found."""
         self.clear()
         self._secret = secrets.token_bytes(16)
 
@@ -139,18 +140,21 @@ class PrefixCache:
         self._on_evict(block)
 
     def _touch(self, hashes: Iterable[bytes]) -> None:
-        """Mark blocks as used, the last one first: no block outlives those before it."""
+        """Mark blocks as used, the last block first, so that a block is never evicted before the blocks after it."""
         for block_hash in reversed(tuple(hashes)):
             self._blocks.move_to_end(block_hash)
 
 
 def count_shared_blocks(first: Sequence[bytes], second: Sequence[bytes]) -> int:
-    """Count the leading blocks that two prompts share, by bisection: a hash is of all blocks before it, too."""
-    least, most = 0, min(len(first), len(second))
-    while least < most:
-        middle = (least + most + 1) // 2
+    """Return the number of leading blocks that two prompts share.
+
+    Uses bisection: two blocks have equal hashes only if all blocks before them are equal, too.
+    """
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
         if first[middle - 1] == second[middle - 1]:
-            least = middle
+            low = middle
         else:
-            most = middle - 1
-    return least
+            high = middle - 1
+    return low

@@ -1,7 +1,7 @@
-"""The state of all slots on the device, and the functions that read and change it: `ModelRunner` compiles each of them.
+"""`EngineState`: the device state of all slots, and the functions that read and update it. `ModelRunner` compiles them.
 
-Those that empty, save and restore a slot move data, `sample` draws tokens, and the forward passes at the end need the
-weights as well.
+The first functions empty, save and restore slots. `sample` samples tokens. The functions at the end are the forward
+passes, which also read the weights.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from eqx_decoders.inference.decode_step import decode_step
 from eqx_decoders.inference.draft_state import DraftState, VerifiedStep
 from eqx_decoders.layers.cache.base import is_layer_cache
 from eqx_decoders.layers.cache.cache import Cache
-from eqx_decoders.serving.engine.adapters import of_rows
+from eqx_decoders.serving.engine.adapters import with_row_adapters
 from eqx_decoders.serving.engine.engine_weights import Models
 from eqx_decoders.serving.engine.sampler import (
     SampledTokens,
     SamplingBatch,
-    SamplingForm,
+    SamplingVariant,
     Scores,
     TokenHistory,
     sample_rows,
@@ -41,10 +41,10 @@ class EngineState(eqx.Module):
 
     **Arguments:**
 
-    - `cache`: the model's cache, a row for each slot.
-    - `tokens`: token ids by slot and position, with the one that is read next, if a program here sampled it.
-    - `drafts`: state of a drafter that runs on the device, if there is one.
-    - `experts`: the experts that each of these tokens was sent to, if they are asked for.
+    - `cache`: cache of the model with one row per slot.
+    - `tokens`: token ids by slot and position, including the sampled token that is fed next.
+    - `drafts`: state of a drafter that runs on the device. None: no such drafter.
+    - `experts`: experts that the tokens were routed to. None: not stored.
     """
 
     cache: Cache
@@ -54,17 +54,18 @@ class EngineState(eqx.Module):
 
     @property
     def layer_caches(self) -> Any:
-        """The layer caches of the model and of its drafter, as a tree."""
+        """The layer caches of the model and its drafter."""
         return self.cache.layer_caches, None if self.drafts is None else self.drafts.layer_caches
 
     def with_layer_caches(self, layer_caches: Any) -> "EngineState":
-        """Return the state with other layer caches."""
-        cache, drafting = layer_caches
-        drafts = None if self.drafts is None else dataclasses.replace(self.drafts, layer_caches=drafting)
-        return dataclasses.replace(self, cache=dataclasses.replace(self.cache, layer_caches=cache), drafts=drafts)
+        """Return the state with these layer caches."""
+        model_caches, draft_caches = layer_caches
+        drafts = None if self.drafts is None else dataclasses.replace(self.drafts, layer_caches=draft_caches)
+        cache = dataclasses.replace(self.cache, layer_caches=model_caches)
+        return dataclasses.replace(self, cache=cache, drafts=drafts)
 
     def with_experts(self, slots: Array, positions: Array, chosen: Array | None) -> "EngineState":
-        """Write the experts of tokens of some slots, `[layers, slots, tokens, choices]`, at their positions."""
+        """Return the state with the experts of tokens. `chosen`: shape `[layers, slots, tokens, choices]`."""
         if self.experts is None or chosen is None:
             return self
         new = jnp.transpose(chosen, (1, 2, 0, 3)).astype(self.experts.dtype)
@@ -72,13 +73,13 @@ class EngineState(eqx.Module):
 
 
 class CacheSnapshot(eqx.Module):
-    """Copy of the cache entries of some tokens of one slot.
+    """Copy of the cache entries of consecutive tokens of one slot.
 
     **Arguments:**
 
-    - `entries`: per layer cache its entries and their positions; None for layers without an entry per token.
+    - `entries`: entries and positions of each layer cache. None for layers without an entry per token.
     - `tokens`: the token ids.
-    - `experts`: the experts that they were sent to, if the engine's state has them.
+    - `experts`: experts that the tokens were routed to. None: not stored.
     """
 
     entries: Any
@@ -92,7 +93,7 @@ class CacheSnapshot(eqx.Module):
 
 
 def empty_slots(state: EngineState, slots: Int[Array, "rows"]) -> EngineState:
-    """Empty some slots for new requests (see `Cache.empty_rows`). Slot indices beyond the last slot are ignored."""
+    """Empty slots for new requests (see `Cache.empty_rows`). Slot indices beyond the last slot are ignored."""
     drafts = None if state.drafts is None else state.drafts.empty_rows(slots)
     return dataclasses.replace(state, cache=state.cache.empty_rows(slots), drafts=drafts)
 
@@ -100,7 +101,7 @@ def empty_slots(state: EngineState, slots: Int[Array, "rows"]) -> EngineState:
 def save(
     state: EngineState, slot: Int[Array, ""], begin: Int[Array, ""], *, length: int, pages: bool = True
 ) -> CacheSnapshot:
-    """Copy the cache entries of `length` tokens of a slot from `begin` on; without `pages`, skip paged layers."""
+    """Copy the cache entries of the tokens `begin:begin + length` of a slot. `pages=False`: without paged layers."""
     positions = (begin + jnp.arange(length, dtype=jnp.int32))[None]
     positions = jnp.where(positions < state.cache.length[slot], positions, -1)
 
@@ -116,11 +117,12 @@ def save(
 
 
 def save_state(state: EngineState, slot: Int[Array, ""]) -> Any:
-    """Copy the recurrent and convolution states of a slot, which have no entry per token."""
-    nothing = jnp.full((1, 1), -1, jnp.int32)
+    """Copy the recurrent and convolution states of a slot."""
+    no_positions = jnp.full((1, 1), -1, jnp.int32)
 
     def copy_row(layer_cache: Any) -> Any:
-        return layer_cache.row(slot) if layer_cache.row_tokens(slot, nothing) is None else None
+        has_entries_per_token = layer_cache.row_tokens(slot, no_positions) is not None
+        return None if has_entries_per_token else layer_cache.row(slot)
 
     states = jax.tree.map(copy_row, state.layer_caches, is_leaf=is_layer_cache)
     offset = state.cache.rope_offset
@@ -130,16 +132,16 @@ def save_state(state: EngineState, slot: Int[Array, ""]) -> Any:
 def restore(
     state: EngineState, slots: Int[Array, "rows"], begin: Int[Array, ""], end: Int[Array, ""], snapshot: CacheSnapshot
 ) -> EngineState:
-    """Write the entries of a snapshot into each of some slots, from position `begin` on; it then has `end` tokens.
+    """Write a snapshot into slots, starting at position `begin`, and set their lengths to `end` tokens.
 
-    Numbers beyond the last slot are none.
+    Slot indices beyond the last slot are ignored.
     """
     rows = len(slots)
 
     def write_tokens(layer_cache: Any, saved: Any) -> Any:
         if saved is None:
             return layer_cache
-        entries, positions = saved  # of one row: stacked over layers, and of all of them
+        entries, positions = saved  # entries: [layers, 1, …], positions: [1, length]
         entries = jax.tree.map(lambda leaf: jnp.repeat(leaf, rows, axis=1), entries)
         return layer_cache.commit_rows(slots, entries, jnp.repeat(positions, rows, axis=0))
 
@@ -155,7 +157,7 @@ def restore(
 
 
 def restore_state(state: EngineState, slot: Int[Array, ""], saved: Any) -> EngineState:
-    """Write the states that `save_state` copied into a slot."""
+    """Write the result of `save_state` into a slot."""
     rows, offset = saved
 
     def write_row(layer_cache: Any, row: Any) -> Any:
@@ -174,7 +176,7 @@ def set_page_tables(state: EngineState, tables: dict[int, Array], lengths: Int[A
 
 
 def insert_cache(state: EngineState, slot: Int[Array, ""], cache: Cache, tokens: Int[Array, "1 length"]) -> EngineState:
-    """Write a cache of one row, prefilled outside the engine state, into a slot."""
+    """Write the cache (with one row) of a separately prefilled prompt into a slot."""
     cache = state.cache.with_row(slot, cache)
     return dataclasses.replace(state, cache=cache, tokens=state.tokens.at[slot].set(tokens[0]))
 
@@ -187,15 +189,15 @@ def sample(
     batch: SamplingBatch,
     *,
     num_top: int,
-    form: SamplingForm | None,
+    variant: SamplingVariant | None,
 ) -> tuple[Int[Array, "slots length"], SampledTokens]:
-    """Sample the token after each of these positions from the logits there, and write it into the tokens of its slot.
+    """Sample the token after each position and write it into the tokens of its slot.
 
-    Rows at position -1 are idle. Logits of one row are those of all.
+    Rows with position -1 are idle. A single row of logits is used for all rows.
     """
     length, logits = positions + 1, jnp.broadcast_to(logits, (len(positions), logits.shape[1]))
     history = TokenHistory(ids[slots], jnp.asarray(batch.prompt_length), length)
-    new, scores = sample_rows(logits, batch, history, 1, num_top, form)
+    new, scores = sample_rows(logits, batch, history, 1, num_top, variant)
     active = positions >= 0
     ends = jnp.where(active, length, ids.shape[1])
     ids = ids.at[slots, ends].set(new, mode="drop")
@@ -203,7 +205,7 @@ def sample(
 
 
 def without_aliases(state: EngineState) -> EngineState:
-    """Copy arrays that occur twice in the state: it is donated, and a buffer can be donated only once."""
+    """Copy arrays that occur twice in the state, because a buffer can be donated only once."""
     seen: set[int] = set()
 
     def copy_repeated(leaf: Array) -> Array:
@@ -214,7 +216,7 @@ def without_aliases(state: EngineState) -> EngineState:
     return jax.tree.map(copy_repeated, state)
 
 
-# --- forward passes of the programs: the results of a slot depend on no other slot ---
+# --- forward passes; the results of a slot do not depend on other slots ---
 
 
 def _feed(
@@ -226,8 +228,12 @@ def _feed(
     adapter: Int[Array, "rows"],
     choose: Callable[[Array, Array], tuple[Array, T]],
 ) -> tuple[EngineState, VerifiedStep, T]:
-    """Feed tokens to each row, and commit those that `choose` finds right, from their logits and its slot's tokens."""
-    model, rows = of_rows(models.model, adapter), len(slots)
+    """Feed tokens and commit the accepted ones.
+
+    `choose(logits, token ids of the slots)` returns the token that follows each fed token, and any further result. A
+    fed draft is accepted if it equals the token chosen before it.
+    """
+    model, rows = with_row_adapters(models.model, adapter), len(slots)
     all_slots = rows == state.tokens.shape[0]
     read_rows = None if all_slots and not model.execution.layout.backend.active_rows_only else slots
     slots = jnp.arange(rows) if all_slots else slots
@@ -236,12 +242,12 @@ def _feed(
     targets = jnp.where(positions < 0, state.tokens.shape[1], positions)
     ids = state.tokens.at[slots[:, None], targets].set(tokens, mode="drop")
 
-    def choice(logits: Array) -> tuple[Array, T]:
+    def choose_from(logits: Array) -> tuple[Array, T]:
         return choose(logits, ids if all_slots else ids[slots])
 
-    cache, verified, report = decode_step(model, state.cache, tokens, positions, choice, rows=read_rows)
+    cache, verified, result = decode_step(model, state.cache, tokens, positions, choose_from, rows=read_rows)
     state = dataclasses.replace(state, cache=cache, tokens=ids)
-    return state.with_experts(slots, targets, verified.experts), verified, report
+    return state.with_experts(slots, targets, verified.experts), verified, result
 
 
 @run_with_auto_axes
@@ -253,14 +259,13 @@ def forward(
     positions: Int[Array, "rows 1"],
     adapter: Int[Array, "rows"],
 ) -> tuple[EngineState, Float32[Array, "rows vocab"]]:
-    """Feed each row its last token, and return the logits after it.
+    """Feed the last token of each row, and return the logits after it.
 
-    A token of -1 stands for the one in the state, where the token that was sampled last is. Rows at position -1 are
-    idle.
+    Token -1 stands for the token in the state that was sampled last. Rows with position -1 are idle.
     """
-    nothing = jnp.zeros(tokens.shape, jnp.int32)
+    no_choice = jnp.zeros(tokens.shape, jnp.int32)  # one token per row: there are no drafts to verify
     inputs = slots, tokens, positions, adapter
-    state, _, logits = _feed(models, state, *inputs, lambda logits, _: (nothing, logits[:, 0]))
+    state, _, logits = _feed(models, state, *inputs, lambda logits, _: (no_choice, logits[:, 0]))
     return state, logits
 
 
@@ -275,11 +280,10 @@ def decode(
     *,
     num_top: int,
 ) -> tuple[EngineState, SampledTokens]:
-    """Feed each row its last token and its drafts, verify the drafts, and sample the next tokens.
+    """Feed the last token and the drafts of each row, verify the drafts, and sample the next tokens.
 
-    A last token of -1 stands for the one in the state, where every step writes the token that it samples last; a draft
-    of -1 for the one that was made on the device. Rows at position -1 are idle. Drafts need a step of all slots, in
-    order.
+    -1 as last token stands for the token in the state that was sampled last, -1 as draft for the draft in the state.
+    Rows with position -1 are idle. With drafts in the state, `slots` must be all slots in order.
     """
     rows, columns = tokens.shape
     if state.drafts is not None and columns > 1:
@@ -295,7 +299,7 @@ def decode(
     state, verified, scores = _feed(models, state, slots, tokens, positions, jnp.asarray(batch.adapter), choose)
     drafts = state.drafts
     if models.drafter is not None and drafts is not None:
-        drafts = models.drafter.step(of_rows(models.model, batch.adapter), drafts, verified)
+        drafts = models.drafter.step(with_row_adapters(models.model, batch.adapter), drafts, verified)
     result = SampledTokens(tokens=verified.following, num_accepted=verified.num_accepted, scores=scores)
     result = jax.tree.map(models.execution.layout.replicate, result)
     ends = jnp.where(result.num_accepted > 0, positions[:, 0] + result.num_accepted, state.tokens.shape[1])
@@ -315,12 +319,15 @@ def prefill(
     ends: Bool[Array, ""],
     batch: SamplingBatch,
 ) -> tuple[EngineState, tuple[Float[Array, "1 length embed"], Float[Array, "1 1 embed"]]]:
-    """Prefill one chunk of a slot's prompt; returns the hidden states of all of its tokens, and of the last one.
+    """Prefill one chunk of the prompt of a slot, and return the hidden states of all its tokens and of the last token.
 
-    `following` has the next token of each, and positions are -1 after the last token. A drafter reads the first token
-    of the answer, where the prompt `ends` with this chunk.
+    **Arguments:**
+
+    - `positions`: positions of the tokens. -1: padding.
+    - `following`: the next token after each token.
+    - `ends`: whether the prompt ends with this chunk. A drafter then also reads the first output token.
     """
-    model = of_rows(models.model, batch.adapter)
+    model = with_row_adapters(models.model, batch.adapter)
     hidden, proposal, stats = model.forward_uncommitted(
         tokens, positions, cache=state.cache.at_rows(slot[None]), promises=Promises(accept_all=True)
     )
@@ -331,8 +338,8 @@ def prefill(
     cache = state.cache.commit_rows(slot[None], proposal.entries, proposal.positions, proposal.rope_offset)
     drafts = state.drafts
     if models.drafter is not None and drafts is not None:
-        nothing = jnp.zeros((1, model.config.vocab_size), jnp.float32)
-        logits = jax.lax.cond(ends, lambda: model.logits(at_last)[:, 0], lambda: nothing)
+        no_logits = jnp.zeros((1, model.config.vocab_size), jnp.float32)
+        logits = jax.lax.cond(ends, lambda: model.logits(at_last)[:, 0], lambda: no_logits)
         history = TokenHistory(ids[slot][None], jnp.asarray(batch.prompt_length), jnp.max(positions, axis=1) + 1)
         token, _ = sample_rows(logits, batch, history, 1, 0)
         is_end = (jnp.arange(tokens.shape[1])[None] == last[:, None]) & ends
@@ -347,7 +354,7 @@ def prefill(
 
 @run_with_auto_axes
 def next_logits(models: Models, hidden: Float[Array, "1 1 embed"]) -> Float32[Array, "1 vocab"]:
-    """Return the logits of the token after a prompt, from the hidden state of its last one."""
+    """Return the logits after a prompt, given the hidden state of its last token."""
     return models.execution.layout.replicate(models.model.logits(hidden)[:, 0])
 
 
@@ -355,6 +362,6 @@ def next_logits(models: Models, hidden: Float[Array, "1 1 embed"]) -> Float32[Ar
 def prompt_scores(
     models: Models, hidden: Float[Array, "1 length embed"], following: Int[Array, "1 length"], *, num_top: int
 ) -> Scores:
-    """Return the log-probabilities of the tokens that follow those of a chunk, from its hidden states."""
+    """Return the log-probabilities of the next token after each token of a chunk, given the chunk's hidden states."""
     scores = score_tokens(models.model.logits(hidden)[0], following[0], num_top, True)
     return jax.tree.map(models.execution.layout.replicate, scores)

@@ -16,32 +16,33 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class QueueFull(EqxDecodersError):
-    """Error for a request that comes while the queue is full; it can be sent again later."""
+    """The waiting queue is full. The request can be submitted again later."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request(CheckedFields):
-    """Prompt to be continued.
+    """Request for a completion of a prompt.
 
     **Arguments:**
 
     - `prompt`: token ids, at least one.
-    - `max_new_tokens`: maximum length of the answer.
+    - `max_new_tokens`: maximum number of generated tokens.
     - `sampling`: sampling parameters.
-    - `stop_ids`: an answer ends with one of these, which is its last token.
-    - `min_new_tokens`: tokens before which none of `stop_ids` is sampled.
-    - `logprobs`: number of most likely tokens to report with the log-probability of each token of the answer; None: no
-        log-probabilities.
-    - `logprobs_of`: "model": of the model itself, before `sampling`; "draws": of the distribution that tokens are drawn
-        from, with biases, penalties, temperature and filters.
-    - `prompt_logprobs`: the same for each prompt token but the first.
-    - `prompt_logprobs_from`: first prompt token with log-probabilities; those before it may come from the prefix cache.
-    - `constraint`: mask of the allowed tokens; None: all are allowed.
-    - `media`: images, videos and audio, from `Media.create` for this prompt alone.
-    - `priority`: requests with a higher one come first, and preempt those with a lower one.
-    - `client`: clients take turns within a priority.
-    - `adapter`: name of the adapter that answers (`Engine.load_adapter`); None: the model itself.
-    - `cache_salt`: cached prefixes are shared only among requests with the same salt.
+    - `stop_ids`: token ids that end the completion. The stop token is its last token.
+    - `min_new_tokens`: number of tokens that are generated before a stop token can be sampled.
+    - `logprobs`: number of most likely tokens to return with the log-probability of each generated token. 0: the
+        generated token only. None: no log-probabilities.
+    - `logprobs_mode`: "raw": log-probabilities of the model's logits; "processed": of the distribution that tokens are
+        sampled from, after logit biases, penalties, temperature, top-k, top-p and min-p.
+    - `prompt_logprobs`: like `logprobs`, for each prompt token except the first.
+    - `prompt_logprobs_from`: index of the first prompt token with log-probabilities. Tokens before it can come from the
+        prefix cache.
+    - `constraint`: mask of the allowed tokens. None: all tokens are allowed.
+    - `media`: images, videos and audio, created by `Media.create` for this prompt.
+    - `priority`: requests with a higher priority are scheduled first and preempt requests with a lower one.
+    - `client`: client name. Clients with requests of the same priority take turns.
+    - `adapter`: name of a loaded adapter (`Engine.load_adapter`). None: the base model.
+    - `cache_salt`: cached prefixes are shared only between requests with the same salt.
     """
 
     prompt: Annotated[tuple[int, ...], NonEmpty("token, such as the tokenizer's bos_id")]
@@ -50,7 +51,7 @@ class Request(CheckedFields):
     stop_ids: tuple[int, ...] = ()
     min_new_tokens: NonNegativeInt = 0
     logprobs: NonNegativeInt | None = None
-    logprobs_of: Literal["model", "draws"] = "model"
+    logprobs_mode: Literal["raw", "processed"] = "raw"
     prompt_logprobs: NonNegativeInt | None = None
     prompt_logprobs_from: PositiveInt = 1
     constraint: Constraint | None = None
@@ -65,9 +66,11 @@ class Request(CheckedFields):
             ids = as_int32(f"Request.{field}", tuple(getattr(self, field)) or np.zeros(0, np.int32))
             object.__setattr__(self, field, tuple(ids.tolist()))
         super().__post_init__()
-        drawn = self.logprobs is not None and self.sampling.temperature > 0
-        rule = "needs logprobs, and a temperature above 0: the most likely token is not drawn"
-        check(self.logprobs_of == "model" or drawn, f"Request.logprobs_of={self.logprobs_of!r} {rule}.")
+        check(
+            self.logprobs_mode == "raw" or (self.logprobs is not None and self.sampling.temperature > 0),
+            f"Request.logprobs_mode={self.logprobs_mode!r} needs logprobs, which is {self.logprobs}, and a temperature "
+            f"above 0, which is {self.sampling.temperature}: greedy decoding does not sample. Use 'raw'.",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,20 +79,20 @@ class RequestOutput:
 
     **Arguments:**
 
-    - `request_id`: id that `Engine.submit` returned.
-    - `tokens`: new tokens of the answer.
-    - `scores`: log-probabilities of these tokens, where `Request.logprobs` asks for them.
-    - `prompt_scores`: log-probabilities of the prompt tokens from `Request.prompt_logprobs_from` on, once, where
-        `Request.prompt_logprobs` asks for them.
-    - `text_scores`: scores of the prompt, by a model that gives these (see `ScoringEngine`).
-    - `cached_tokens`: prompt tokens taken from the prefix cache.
-    - `queue_seconds`: time that the request waited for a slot. This, `cached_tokens` and `prompt_scores` come with the
-        first token.
-    - `experts`: with the last output, the experts that each token of prompt and answer was sent to, where
-        `EngineConfig.expert_choices` asks for them; -1 for the last token, which was sent nowhere.
-    - `version`: number of the weights that computed these tokens (see `Engine.load`).
-    - `finish_reason`: reason why the answer is complete: `"stop"`, one of `stop_ids`; `"length"`, `max_new_tokens` or
-        the engine's `max_length`; `"cancelled"`; `"error"`. None: it goes on.
+    - `request_id`: id returned by `Engine.submit`.
+    - `tokens`: new tokens of the completion.
+    - `scores`: log-probabilities of `tokens`, if `Request.logprobs` is set.
+    - `prompt_scores`: log-probabilities of the prompt tokens from `Request.prompt_logprobs_from` on, if
+        `Request.prompt_logprobs` is set.
+    - `text_scores`: scores of the prompt by a scoring model, such as a reward model (see `ScoringEngine`).
+    - `cached_tokens`: number of prompt tokens taken from the prefix cache.
+    - `queue_seconds`: time that the request waited for a slot. The fields `queue_seconds`, `cached_tokens` and
+        `prompt_scores` are set in the output with the first token.
+    - `experts`: experts that each token of the prompt and the completion was routed to, in the last output, if
+        `EngineConfig.expert_choices` is set. -1 for the last token, which is never fed to the model.
+    - `version`: version of the weights that computed `tokens` (see `Engine.load`).
+    - `finish_reason`: `"stop"`: a stop token was generated; `"length"`: `max_new_tokens` were generated;
+        `"cancelled"`; `"error"`. None: the request is not finished.
     - `error`: error message.
     """
 
@@ -108,17 +111,17 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """State of an engine, and its totals since the start.
+    """Current state of an engine, and totals since its start.
 
     **Arguments:**
 
-    - `running`, `waiting`: requests with a slot, and without.
-    - `cache_usage`: share of the slots' (or pages') tokens in use, from 0 to 1.
-    - `prompt_tokens`, `generated_tokens`: tokens of all prompts and answers.
-    - `prefix_queries`, `prefix_hits`: prompt tokens looked up in the prefix cache, and found.
-    - `preemptions`: preempted requests.
-    - `steps`: engine steps.
-    - `draft_tokens`, `accepted_draft_tokens`: tokens of speculative decoding.
+    - `running`, `waiting`: number of requests with and without a slot.
+    - `cache_usage`: fraction of the cache (slots or pages) in use, from 0 to 1.
+    - `prompt_tokens`, `generated_tokens`: total number of prompt tokens and generated tokens.
+    - `prefix_queries`, `prefix_hits`: number of prompt tokens looked up and found in the prefix cache.
+    - `preemptions`: number of preemptions.
+    - `steps`: number of engine steps.
+    - `draft_tokens`, `accepted_draft_tokens`: number of proposed and accepted tokens of speculative decoding.
     """
 
     running: int = 0

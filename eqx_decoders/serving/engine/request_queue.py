@@ -1,4 +1,4 @@
-"""Queue of the requests that wait for a slot: highest priority first, clients in turn, first come first served."""
+"""`RequestQueue`: requests that wait for a slot, by priority, then fair between clients, then by arrival."""
 
 import collections
 import dataclasses
@@ -14,7 +14,7 @@ class Queued(Protocol):
 
     @property
     def request_id(self) -> int:
-        """Number that increases in the order of arrival."""
+        """Id that increases in the order of arrival."""
         ...
 
     @property
@@ -23,18 +23,20 @@ class Queued(Protocol):
 
 T = TypeVar("T", bound=Queued)
 
+MAX_CLIENTS = 4096  # counters of idle clients are deleted beyond this number
+
 
 @dataclasses.dataclass
 class RequestQueue(Generic[T]):
     """Bounded queue of waiting requests.
 
-    Among requests of the highest priority, the client comes first whose requests were charged the fewest tokens (Sheng
-    et al. 2024, "Fairness in serving large language models"). A client who is new, or returns, starts with the count of
-    the least charged active client, so that absence earns nothing.
+    Among requests of the same priority, the client with the fewest charged tokens comes first (virtual token counter,
+    Sheng et al. 2024, "Fairness in serving large language models"). A new or returning client starts with the smallest
+    count of the active clients, so that a client cannot save up tokens while it is idle.
 
     **Arguments:**
 
-    - `max_requests`, `max_tokens`: maximum of waiting requests, and of the tokens of their prompts.
+    - `max_requests`, `max_tokens`: maximum number of waiting requests and of their prompt tokens.
     """
 
     max_requests: int
@@ -42,7 +44,7 @@ class RequestQueue(Generic[T]):
 
     def __post_init__(self):
         self._entries: dict[int, T] = {}
-        self._served: collections.Counter[str] = collections.Counter()
+        self._charged_tokens: collections.Counter[str] = collections.Counter()
         self._tokens = 0
 
     def __len__(self) -> int:
@@ -52,45 +54,49 @@ class RequestQueue(Generic[T]):
         return iter(self._entries.values())
 
     def is_full_for(self, request: Request) -> bool:
-        """Return whether there is no room for a request. A prompt of any length may wait alone."""
-        tokens = self._tokens > 0 and self._tokens + len(request.prompt) > self.max_tokens
-        return tokens or len(self) >= self.max_requests
+        """Return whether the queue cannot take a request. An empty queue takes a prompt of any length."""
+        exceeds_tokens = self._tokens > 0 and self._tokens + len(request.prompt) > self.max_tokens
+        return exceeds_tokens or len(self) >= self.max_requests
 
     def check_room(self, request: Request) -> None:
-        """Raise QueueFull where there is no room for a request."""
+        """Raise QueueFull if the queue cannot take a request."""
         if self.is_full_for(request):
-            rule = f"of at most {self.max_requests} and {self.max_tokens}"
-            raise QueueFull(f"{len(self)} requests with {self._tokens} tokens wait, {rule}: come again later.")
+            raise QueueFull(
+                f"the queue is full: {len(self)} requests with {self._tokens} tokens are waiting, and the "
+                f"limits are max_waiting={self.max_requests} and max_waiting_tokens={self.max_tokens}. Retry later."
+            )
 
     def add(self, entry: T, active: set[str]) -> None:
-        """Add an entry, even to a full queue; `active` are the clients being served."""
+        """Add an entry, even if the queue is full. `active`: clients with running requests."""
         client, active_clients = entry.request.client, active | {other.request.client for other in self}
         if client not in active_clients and active_clients:
-            self._served[client] = max(self._served[client], min(self._served[other] for other in active_clients))
+            smallest = min(self._charged_tokens[other] for other in active_clients)
+            self._charged_tokens[client] = max(self._charged_tokens[client], smallest)
         self._entries[entry.request_id] = entry
         self._tokens += len(entry.request.prompt)
 
-    def first(self, ready: Callable[[T], bool] = lambda _: True) -> T | None:
-        """Return the first of the entries that are ready."""
-        return min(filter(ready, self), key=self._rank, default=None)
+    def first(self, is_ready: Callable[[T], bool] = lambda _: True) -> T | None:
+        """Return the first entry for which `is_ready` holds, or None."""
+        return min(filter(is_ready, self), key=self._rank, default=None)
 
     def ordered(self, condition: Callable[[T], bool]) -> list[T]:
-        """Return the entries that meet a condition, in their order."""
+        """Return the entries for which `condition` holds, in scheduling order."""
         return sorted(filter(condition, self), key=self._rank)
 
     def remove(self, request_id: int) -> T | None:
-        """Remove an entry, and return it."""
+        """Remove and return an entry. Returns None for an unknown id."""
         entry = self._entries.pop(request_id, None)
         self._tokens -= 0 if entry is None else len(entry.request.prompt)
         return entry
 
     def charge(self, client: str, tokens: int) -> None:
-        """Count tokens that were computed for a client."""
-        self._served[client] += tokens
-        if len(self._served) > 4096:  # clients come and go
-            waiting = {entry.request.client for entry in self} | {client}
-            self._served = collections.Counter({name: n for name, n in self._served.items() if name in waiting})
+        """Charge a client for computed tokens."""
+        self._charged_tokens[client] += tokens
+        if len(self._charged_tokens) > MAX_CLIENTS:
+            active = {entry.request.client for entry in self} | {client}
+            charged = {name: count for name, count in self._charged_tokens.items() if name in active}
+            self._charged_tokens = collections.Counter(charged)
 
     def _rank(self, entry: T) -> tuple[int, int, int]:
         request = entry.request
-        return -request.priority, self._served[request.client], entry.request_id
+        return -request.priority, self._charged_tokens[request.client], entry.request_id

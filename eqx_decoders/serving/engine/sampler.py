@@ -1,8 +1,8 @@
-"""Parameters of requests as rows of a batch, and their effect on logits before a token is chosen; log-probabilities.
+"""Sampling of batches of requests: `SamplingParams`, their arrays, logit processing, and log-probabilities.
 
-All parameters are arrays, so requests of any kind share one program; steps that no row needs are skipped
-(`jax.lax.cond`). Where a branch makes the host wait (`Backend.branches_block_host`), usual batches have
-programs without one, each for a `SamplingForm`. Filters and draws are those of `core/sampling.py`.
+All parameters are arrays, so that one program serves all requests. Operations that no row needs are skipped by
+`jax.lax.cond`. On backends where a `cond` blocks the host (`Backend.branches_block_host`), common batches use programs
+without it, one for each `SamplingVariant`. The top-k, top-p and min-p filters are in `core/sampling.py`.
 """
 
 import dataclasses
@@ -39,19 +39,20 @@ from eqx_decoders.sharding.axes import AnyArray
 class SamplingParams(CheckedFields):
     """Sampling parameters of one request.
 
-    They apply in this order: `logit_bias` and penalties, temperature, `top_k`, `top_p`, `min_p`, and one draw. The most
-    likely token is never cut. A draw depends only on the seed and on the number of tokens that the answer has.
+    The parameters apply in this order: `logit_bias` and penalties, `temperature`, `top_k`, `top_p`, `min_p`. The most
+    likely token is never filtered out. The sampled token depends only on the logits, the seed and the number of tokens
+    generated before it.
 
     **Arguments:**
 
-    - `temperature`: divides logits; 0: always the most likely token (the lowest id of equals).
-    - `top_k`, `top_p`, `min_p`: as those of `eqx_decoders.Sample`; None cuts nothing.
-    - `repetition_penalty`: logits of tokens in the prompt or the answer are divided by it where positive, and
-        multiplied where negative (Keskar et al. 2019).
-    - `frequency_penalty`, `presence_penalty`: subtracted from a token's logit for each of its occurrences in the
-        answer, and once if there is any (OpenAI).
-    - `logit_bias`: pairs of a token and a number that is added to its logit.
-    - `seed`: seed of the draws.
+    - `temperature`: sampling temperature. 0: greedy decoding (the lowest id among equally likely tokens).
+    - `top_k`, `top_p`, `min_p`: filters, as in `eqx_decoders.Sample`. None: no filter.
+    - `repetition_penalty`: divides positive logits and multiplies negative logits of tokens that occur in the prompt or
+        the completion (Keskar et al. 2019).
+    - `frequency_penalty`, `presence_penalty`: subtracted from a token's logit for each occurrence in the completion,
+        and once if the token occurs in the completion (OpenAI).
+    - `logit_bias`: pairs of a token id and a value that is added to its logit.
+    - `seed`: sampling seed, a 64-bit integer.
     """
 
     temperature: NonNegativeFloat = 0.0
@@ -68,37 +69,40 @@ class SamplingParams(CheckedFields):
         object.__setattr__(self, "logit_bias", tuple((token, value) for token, value in self.logit_bias))
         super().__post_init__()
         tokens = [token for token, _ in self.logit_bias]
-        check(len(set(tokens)) == len(tokens), "SamplingParams.logit_bias names a token twice: give each once.")
-        good = isinstance(self.seed, int) and not isinstance(self.seed, bool) and -(2**63) <= self.seed < 2**63
-        check(good, f"SamplingParams.seed={self.seed!r} must be an integer of 64 bits.")
+        check(
+            len(set(tokens)) == len(tokens),
+            f"SamplingParams.logit_bias={self.logit_bias} has a token id twice: give each token id once.",
+        )
+        is_int64 = isinstance(self.seed, int) and not isinstance(self.seed, bool) and -(2**63) <= self.seed < 2**63
+        check(is_int64, f"SamplingParams.seed={self.seed!r} must be a 64-bit integer.")
 
     @property
-    def penalizes(self) -> bool:
-        """True where logits depend on the tokens before."""
+    def has_penalties(self) -> bool:
+        """True if the logits depend on earlier tokens."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
     @property
-    def filters(self) -> bool:
-        """True where unlikely tokens are left out."""
+    def has_filters(self) -> bool:
+        """True if `top_k`, `top_p` or `min_p` is set."""
         return any(getattr(self, name) is not None for name in FILTERS)
 
 
 @runtime_checkable
 class Constraint(Protocol):
-    """Mask of the tokens with which an answer may go on, such as those that lead to JSON. Belongs to one request."""
+    """Mask of the allowed next tokens of one request, for example tokens that continue valid JSON."""
 
     def fill(self, words: np.ndarray) -> None:
-        """Write the mask of allowed tokens: one bit each, the lowest of an int32 word first."""
+        """Write the mask of allowed tokens into int32 words, one bit per token id, the lowest bit first."""
         ...
 
     def accept(self, token: int) -> None:
-        """Advance by one token of the answer."""
+        """Advance by one generated token."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenScore:
-    """Log-probability of a token, and the most likely tokens at its position with theirs, best first."""
+    """Log-probability of a token, and pairs of id and log-probability of the most likely tokens at its position."""
 
     token: int
     logprob: float
@@ -106,12 +110,16 @@ class TokenScore:
 
 
 class BatchSamplingParams(NamedTuple):
-    """`SamplingParams` as arrays, an entry for each row; parameters that are not set have values that change nothing.
+    """`SamplingParams` of a batch as arrays with one entry per row. Unset parameters have neutral values.
 
-    `seed` has the two halves of 64 bits; `bias_ids` are -1 where there is no bias.
+    **Arguments:**
+
+    - `tensors`: temperature and filters.
+    - `bias_ids`, `bias_values`: logit biases. Unused entries have the id -1.
+    - `seed`: upper and lower 32 bits of the seed.
     """
 
-    draws: SamplingTensors
+    tensors: SamplingTensors
     repetition_penalty: Float32[AnyArray, "rows"]
     frequency_penalty: Float32[AnyArray, "rows"]
     presence_penalty: Float32[AnyArray, "rows"]
@@ -121,13 +129,12 @@ class BatchSamplingParams(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, biases: int) -> "BatchSamplingParams":
-        """Create rows on the host that sample greedily, to be filled by `set`."""
-        zeros = np.zeros(rows, np.float32)
+        """Return host arrays for greedy decoding, to be filled by `set`."""
         return cls(
-            draws=SamplingTensors.greedy(rows),
+            tensors=SamplingTensors.greedy(rows),
             repetition_penalty=np.ones(rows, np.float32),
-            frequency_penalty=zeros,
-            presence_penalty=zeros.copy(),
+            frequency_penalty=np.zeros(rows, np.float32),
+            presence_penalty=np.zeros(rows, np.float32),
             bias_ids=np.full((rows, biases), -1, np.int32),
             bias_values=np.zeros((rows, biases), np.float32),
             seed=np.zeros((rows, 2), np.uint32),
@@ -135,7 +142,7 @@ class BatchSamplingParams(NamedTuple):
 
     def set(self, row: int, sampling: SamplingParams) -> None:
         """Write the parameters of a request into a row."""
-        self.draws.set(row, sampling)
+        self.tensors.set(row, sampling)
         self.repetition_penalty[row] = sampling.repetition_penalty
         self.frequency_penalty[row] = sampling.frequency_penalty
         self.presence_penalty[row] = sampling.presence_penalty
@@ -146,22 +153,23 @@ class BatchSamplingParams(NamedTuple):
         self.seed[row] = bits >> 32, bits & 0xFFFFFFFF
 
     def repeated(self, times: int) -> "BatchSamplingParams":
-        """Repeat every row so many times."""
+        """Return the parameters with each row repeated `times` times."""
         return self if times == 1 else jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), times, axis=0), self)
 
     @property
     def keys(self) -> Array:
-        """Key of each row's draws."""
+        """Random key of each row."""
         return jax.random.wrap_key_data(jnp.asarray(self.seed), impl="threefry2x32")
 
 
 class TokenHistory(NamedTuple):
-    """Tokens of each row so far, for penalties.
+    """Earlier tokens of each row, for penalties.
 
     **Arguments:**
 
     - `tokens`: tokens by position.
-    - `prompt_length`, `length`: number of prompt tokens, and of all.
+    - `prompt_length`: number of prompt tokens.
+    - `length`: number of prompt and generated tokens.
     """
 
     tokens: Int[AnyArray, "rows length"]
@@ -175,11 +183,11 @@ class SamplingBatch(NamedTuple):
     **Arguments:**
 
     - `sampling`: sampling parameters by row.
-    - `count`: tokens that each answer has already.
-    - `prompt_length`: tokens before the answer.
-    - `allowed`, `masked`: where a row is masked, only tokens whose bit is set can be sampled.
-    - `adapter`: place of the adapter of each row, which its forward pass reads (see `adapters.py`); 0 for none.
-    - `scores_draws`: rows whose log-probabilities are those of the distribution that they are drawn from.
+    - `count`: number of tokens generated so far.
+    - `prompt_length`: number of prompt tokens.
+    - `allowed`, `masked`: in rows with `masked`, only tokens whose bit in `allowed` is set can be sampled.
+    - `adapter`: adapter index of each row (see `adapters.py`). 0: the base model.
+    - `processed_scores`: rows with `Request.logprobs_mode="processed"`.
     - `wants_scores`: whether any row needs log-probabilities.
     """
 
@@ -189,12 +197,12 @@ class SamplingBatch(NamedTuple):
     allowed: Int32[AnyArray, "rows words"]
     masked: Bool[AnyArray, "rows"]
     adapter: Int32[AnyArray, "rows"]
-    scores_draws: Bool[AnyArray, "rows"]
+    processed_scores: Bool[AnyArray, "rows"]
     wants_scores: Bool[AnyArray, ""]
 
     @classmethod
     def greedy(cls, rows: int, words: int, max_biases: int) -> "SamplingBatch":
-        """Create rows on the host that sample greedily, with masks of `words` 32-bit words."""
+        """Return host arrays for greedy decoding, with masks of `words` 32-bit words."""
         return cls(
             sampling=BatchSamplingParams.empty(rows, max_biases),
             count=np.zeros(rows, np.int32),
@@ -202,86 +210,102 @@ class SamplingBatch(NamedTuple):
             allowed=np.full((rows, words), -1, np.int32),
             masked=np.zeros(rows, bool),
             adapter=np.zeros(rows, np.int32),
-            scores_draws=np.zeros(rows, bool),
+            processed_scores=np.zeros(rows, bool),
             wants_scores=np.asarray(False),
         )
 
-    def of(self, rows: np.ndarray, wants_scores: bool) -> "SamplingBatch":
-        """Copy some rows: on CPU, JAX may read an argument after the call has returned."""
-        part = jax.tree.map(lambda numbers: numbers[rows], self._replace(wants_scores=None))
-        return part._replace(wants_scores=np.asarray(wants_scores))
+    def select(self, rows: np.ndarray, wants_scores: bool) -> "SamplingBatch":
+        """Return copies of rows.
+
+        Copies are required because JAX on CPU can read an argument after the call returned.
+        """
+        selected = jax.tree.map(lambda array: array[rows], self._replace(wants_scores=None))
+        return selected._replace(wants_scores=np.asarray(wants_scores))
 
 
-class SamplingForm(NamedTuple):
-    """Steps of sampling that any row of a batch needs besides a draw: a program for it has these, and no branches.
+class SamplingVariant(NamedTuple):
+    """Operations of a sampling program without `jax.lax.cond`.
 
     **Arguments:**
 
-    - `filters`: a row draws from the most likely tokens only.
-    - `scores`: a row needs log-probabilities.
+    - `filters`: apply top-k, top-p and min-p.
+    - `scores`: compute log-probabilities.
     """
 
     filters: bool
     scores: bool
 
 
-SAMPLING_FORMS = tuple(SamplingForm(filters, scores) for filters in (False, True) for scores in (False, True))
+SAMPLING_VARIANTS = tuple(SamplingVariant(filters, scores) for filters in (False, True) for scores in (False, True))
 
 
 class SamplingTable:
-    """Sampling inputs of all slots, on the host (`rows`), and batches of them for programs.
+    """Sampling inputs of all slots, on the host (`rows`), and batches of them as inputs of programs.
 
-    Of a batch of several rows, what changes with the request of a slot alone stays on the device for the next steps,
-    and so do masks that allow all tokens.
+    Arrays that change only with the request of a slot stay on the device between steps, and so do masks that allow all
+    tokens.
 
     **Arguments:**
 
-    - `rows`: inputs of all slots, as `SamplingBatch.greedy` makes them.
-    - `place`: copies an array to all devices; it does not change any more, as CPUs may read it where it is.
+    - `rows`: inputs of all slots, from `SamplingBatch.greedy`.
+    - `put`: copies an array to all devices. The host array must not change afterwards, because a CPU device may use the
+        same memory.
     """
 
-    def __init__(self, rows: SamplingBatch, place: Callable[[np.ndarray], Array]):
-        self.rows, self._place = rows, place
-        self._slots: np.ndarray | None = None
+    def __init__(self, rows: SamplingBatch, put: Callable[[np.ndarray], Array]):
+        self.rows = rows
+        self._put = put
+        self._slots: np.ndarray | None = None  # slots of the arrays in `_on_device`
         self._on_device: dict[str, Any] = {}
-        self._unmasked: dict[int, Array] = {}  # by the number of rows
-        slots = len(rows.count)
-        self._filters, self._adjusts = np.zeros(slots, bool), np.zeros(slots, bool)
+        self._unmasked: dict[int, Array] = {}  # by number of rows
+        num_slots = len(rows.count)
+        self._needs_filters = np.zeros(num_slots, bool)
+        self._changes_logits = np.zeros(num_slots, bool)  # biases or penalties
 
-    def set(self, slot: int, sampling: SamplingParams, *, prompt_length: int, adapter: int, scores_draws: bool) -> None:
+    def set(
+        self, slot: int, sampling: SamplingParams, *, prompt_length: int, adapter: int, processed_scores: bool
+    ) -> None:
         """Write the inputs of a request into its slot."""
         self.rows.sampling.set(slot, sampling)
-        self.rows.prompt_length[slot], self.rows.count[slot] = prompt_length, 0
-        self.rows.scores_draws[slot], self.rows.adapter[slot] = scores_draws, adapter
-        self._filters[slot] = (sampling.temperature > 0 or scores_draws) and sampling.filters
-        self._adjusts[slot] = sampling.penalizes or len(sampling.logit_bias) > 0
+        self.rows.prompt_length[slot] = prompt_length
+        self.rows.count[slot] = 0
+        self.rows.processed_scores[slot] = processed_scores
+        self.rows.adapter[slot] = adapter
+        self._needs_filters[slot] = (sampling.temperature > 0 or processed_scores) and sampling.has_filters
+        self._changes_logits[slot] = sampling.has_penalties or len(sampling.logit_bias) > 0
         self._slots = None
 
-    def form(self, slots: Sequence[int] | np.ndarray, wants_scores: bool) -> SamplingForm | None:
-        """Return what the answers in some slots need; None where one has biases, penalties or a constraint."""
+    def variant(self, slots: Sequence[int] | np.ndarray, wants_scores: bool) -> SamplingVariant | None:
+        """Return the sampling variant for a batch of slots. None: a slot has biases, penalties or a constraint."""
         slots = np.asarray(slots)
-        if self._adjusts[slots].any() or self.rows.masked[slots].any():
+        if self._changes_logits[slots].any() or self.rows.masked[slots].any():
             return None
-        return SamplingForm(bool(self._filters[slots].any()), wants_scores)
+        return SamplingVariant(bool(self._needs_filters[slots].any()), wants_scores)
 
-    def of(self, slots: Sequence[int] | np.ndarray, wants_scores: bool) -> SamplingBatch:
-        """Return the inputs of some slots."""
+    def batch_of(self, slots: Sequence[int] | np.ndarray, wants_scores: bool) -> SamplingBatch:
+        """Return the sampling inputs of a batch of slots."""
         rows = np.asarray(slots)
         if len(rows) == 1:
-            return self.rows.of(rows, wants_scores)
+            return self.rows.select(rows, wants_scores)
         if self._slots is None or not np.array_equal(self._slots, rows):
             self._slots = rows
-            names = "sampling", "prompt_length", "adapter", "scores_draws"
-            fixed = {name: getattr(self.rows, name) for name in names}
-            self._on_device = jax.tree.map(lambda numbers: self._place(numbers[rows]), fixed)
-        count, masked, wanted = self.rows.count[rows], self.rows.masked[rows], np.asarray(wants_scores)
-        allowed = self.rows.allowed[rows] if masked.any() else self._all_allowed(len(rows))
-        return SamplingBatch(**self._on_device, count=count, allowed=allowed, masked=masked, wants_scores=wanted)
+            per_request = {
+                name: getattr(self.rows, name) for name in ("sampling", "prompt_length", "adapter", "processed_scores")
+            }
+            self._on_device = jax.tree.map(lambda array: self._put(array[rows]), per_request)
+        masked = self.rows.masked[rows]
+        return SamplingBatch(
+            **self._on_device,
+            count=self.rows.count[rows],
+            allowed=self.rows.allowed[rows] if masked.any() else self._all_allowed(len(rows)),
+            masked=masked,
+            wants_scores=np.asarray(wants_scores),
+        )
 
-    def _all_allowed(self, rows: int) -> Array:
-        if rows not in self._unmasked:
-            self._unmasked[rows] = self._place(np.full((rows, self.rows.allowed.shape[1]), -1, np.int32))
-        return self._unmasked[rows]
+    def _all_allowed(self, num_rows: int) -> Array:
+        if num_rows not in self._unmasked:
+            self._unmasked[num_rows] = self._put(np.full((num_rows, self.rows.allowed.shape[1]), -1, np.int32))
+        return self._unmasked[num_rows]
 
 
 def adjust_logits(
@@ -291,7 +315,7 @@ def adjust_logits(
     allowed: Int32[AnyArray, "rows words"],
     masked: Bool[AnyArray, "rows"],
 ) -> Float32[Array, "rows vocab"]:
-    """Add biases and penalties to logits; -inf where a `masked` row has no bit in `allowed`."""
+    """Apply biases, penalties and masks to logits. Tokens that are not allowed get the logit -inf."""
     rows = jnp.arange(logits.shape[0])[:, None]
     ids, values = jnp.asarray(sampling.bias_ids), jnp.asarray(sampling.bias_values)
 
@@ -319,10 +343,11 @@ def _apply_if(condition: Array, change, logits: Array) -> Array:
 
 def _penalize(logits: Array, sampling: BatchSamplingParams, history: TokenHistory) -> Array:
     rows, index = jnp.arange(logits.shape[0])[:, None], jnp.arange(history.tokens.shape[1])[None]
-    in_text = index < jnp.asarray(history.length)[:, None]
-    answer = in_text & (index >= jnp.asarray(history.prompt_length)[:, None])
-    counts = jnp.zeros(logits.shape, jnp.int32).at[rows, history.tokens].add(answer.astype(jnp.int32), mode="drop")
-    occurs = jnp.zeros(logits.shape, bool).at[rows, history.tokens].max(in_text, mode="drop")
+    is_token = index < jnp.asarray(history.length)[:, None]
+    is_generated = is_token & (index >= jnp.asarray(history.prompt_length)[:, None])
+    counts = jnp.zeros(logits.shape, jnp.int32)
+    counts = counts.at[rows, history.tokens].add(is_generated.astype(jnp.int32), mode="drop")
+    occurs = jnp.zeros(logits.shape, bool).at[rows, history.tokens].max(is_token, mode="drop")
     repetition, frequency, presence = (
         jnp.asarray(x)[:, None]
         for x in (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
@@ -333,7 +358,7 @@ def _penalize(logits: Array, sampling: BatchSamplingParams, history: TokenHistor
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of chosen tokens, and of the most likely ones, best first."""
+    """Log-probabilities of given tokens, and of the most likely tokens in decreasing order."""
 
     chosen: Float32[Array, "rows"]
     top_ids: Int32[Array, "rows top"]
@@ -343,7 +368,7 @@ class Scores(NamedTuple):
 def score_tokens(
     logits: Float32[Array, "rows vocab"], tokens: Int[Array, "rows"], num_top: int, wanted: Bool[Array, ""] | bool
 ) -> Scores:
-    """Return log-probabilities of tokens and of the `num_top` most likely ones; zeros where not `wanted`."""
+    """Return the log-probabilities of `tokens` and of the `num_top` most likely tokens; zeros if not `wanted`."""
     rows, num_top = logits.shape[0], min(num_top, logits.shape[1])
 
     def compute() -> Scores:
@@ -353,12 +378,12 @@ def score_tokens(
         return Scores((chosen - total)[:, 0], ids.astype(jnp.int32), largest - total)
 
     shape = (rows, num_top)
-    nothing = Scores(jnp.zeros((rows,), jnp.float32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
-    return branch(wanted, compute, lambda: nothing)
+    zeros = Scores(jnp.zeros((rows,), jnp.float32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+    return branch(wanted, compute, lambda: zeros)
 
 
 class SampledTokens(NamedTuple):
-    """Tokens that a step has sampled, by rows and columns; the first `num_accepted` of each row are valid."""
+    """Tokens sampled by a step. In each row the first `num_accepted` columns are valid."""
 
     tokens: Int32[Array, "rows columns"]
     num_accepted: Int32[Array, "rows"]
@@ -371,35 +396,36 @@ def sample_rows(
     history: TokenHistory,
     columns: int,
     num_top: int,
-    form: SamplingForm | None = None,
+    variant: SamplingVariant | None = None,
 ) -> tuple[Array, Scores]:
-    """Sample and score a token for each row of logits; each row of `batch` has `columns` of them.
+    """Sample a token for each row of logits, and return the tokens and their log-probabilities.
 
-    With a `form`, of which all rows are, without a branch.
+    **Arguments:**
+
+    - `columns`: number of consecutive rows of logits for each row of `batch` (1, or 1 plus the number of drafts).
+    - `variant`: operations to run, without `jax.lax.cond`. None: any operations, with `jax.lax.cond`.
     """
     sampling = batch.sampling.repeated(columns)
     allowed, masked = (jnp.repeat(jnp.asarray(x), columns, axis=0) for x in (batch.allowed, batch.masked))
     flat = logits.reshape(-1, logits.shape[-1])
     index = (jnp.asarray(batch.count)[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]).reshape(-1)
-    of_draws = jnp.repeat(jnp.asarray(batch.scores_draws), columns)[:, None]
-    if form is not None:
-        best, drawable = (
-            jnp.argmax(flat, axis=-1).astype(jnp.int32),
-            filtered_logits(flat, sampling.draws, form.filters),
-        )
-        drawn = sample_from_logits(drawable, sampling.keys, index, best)
-        tokens = jnp.where(jnp.asarray(sampling.draws.temperature) > 0, drawn, best)
-        return tokens, score_tokens(jnp.where(of_draws, drawable, flat), tokens, num_top, form.scores)
+    processed = jnp.repeat(jnp.asarray(batch.processed_scores), columns)[:, None]
+    if variant is not None:
+        greedy = jnp.argmax(flat, axis=-1).astype(jnp.int32)
+        filtered = filtered_logits(flat, sampling.tensors, variant.filters)
+        sampled = sample_from_logits(filtered, sampling.keys, index, greedy)
+        tokens = jnp.where(jnp.asarray(sampling.tensors.temperature) > 0, sampled, greedy)
+        return tokens, score_tokens(jnp.where(processed, filtered, flat), tokens, num_top, variant.scores)
     adjusted = adjust_logits(flat, sampling, history, allowed, masked)
-    tokens = choose_tokens(adjusted, sampling.draws, sampling.keys, index)
+    tokens = choose_tokens(adjusted, sampling.tensors, sampling.keys, index)
     scored = _apply_if(
-        jnp.any(of_draws), lambda flat: jnp.where(of_draws, filtered_logits(adjusted, sampling.draws), flat), flat
+        jnp.any(processed), lambda flat: jnp.where(processed, filtered_logits(adjusted, sampling.tensors), flat), flat
     )
     return tokens, score_tokens(scored, tokens, num_top, jnp.asarray(batch.wants_scores))
 
 
 def token_scores(scores: Any, rows: range, tokens: Sequence[int], num_top: int) -> list[TokenScore]:
-    """Convert scores to those of single tokens, by their rows; `scores` are `Scores` with lists in place of arrays."""
+    """Return a `TokenScore` for each token. `scores`: `Scores` with lists instead of arrays; `rows`: rows in them."""
     span = slice(rows.start, rows.stop)
     if num_top == 0:
         return [TokenScore(token, score) for token, score in zip(tokens, scores.chosen[span], strict=True)]

@@ -1,4 +1,4 @@
-"""`StepResults`: what a dispatched step computes. `ResultReader` reads it, when the next step is dispatched already."""
+"""`StepResults`: device arrays of a dispatched step. `ResultReader`: turns them into the outputs of requests."""
 
 import collections
 import dataclasses
@@ -16,7 +16,7 @@ from eqx_decoders.sharding.axes import AnyArray
 
 
 class PromptChunk(NamedTuple):
-    """Scores of the tokens of a prompt after those from `begin` up to `end`."""
+    """Log-probabilities of the prompt tokens that follow the tokens `begin:end`."""
 
     sequence: SequenceState
     begin: int
@@ -30,166 +30,184 @@ class StepResults:
 
     **Arguments:**
 
-    - `chunks`: scores of parts of prompts.
-    - `first`: first tokens of answers, a row for each answer to one prompt.
-    - `rows`, `sampled`: the row of each answer in the decoding step, and what this has sampled.
-    - `experts`: experts of the answers that have no token after this step.
+    - `prompt_chunks`: log-probabilities of prompt tokens.
+    - `first_tokens`: first output tokens, by groups of sequences with the same prompt, one row per sequence.
+    - `decode_rows`, `decoded`: row of each sequence in the decoding step, and the sampled tokens of the rows.
+    - `experts`: experts of sequences whose last token is sampled in this step.
     """
 
-    chunks: list[PromptChunk] = dataclasses.field(default_factory=list)
-    first: list[tuple[list[SequenceState], SampledTokens]] = dataclasses.field(default_factory=list)
-    rows: dict[SequenceState, int] = dataclasses.field(default_factory=dict)
-    sampled: SampledTokens | None = None
+    prompt_chunks: list[PromptChunk] = dataclasses.field(default_factory=list)
+    first_tokens: list[tuple[list[SequenceState], SampledTokens]] = dataclasses.field(default_factory=list)
+    decode_rows: dict[SequenceState, int] = dataclasses.field(default_factory=dict)
+    decoded: SampledTokens | None = None
     experts: dict[SequenceState, AnyArray] = dataclasses.field(default_factory=dict)
 
     @property
     def sequences(self) -> set[SequenceState]:
-        """The sequences that these are results of."""
+        """All sequences with results in this step."""
         return {
-            *self.rows,
-            *(each.sequence for each in self.chunks),
-            *(sequence for sequences, _ in self.first for sequence in sequences),
+            *self.decode_rows,
+            *(chunk.sequence for chunk in self.prompt_chunks),
+            *(sequence for sequences, _ in self.first_tokens for sequence in sequences),
         }
 
     @property
-    def awaited(self) -> bool:
-        """True where a request waits for the scores of its prompt, and these are all computed."""
+    def has_awaited_scores(self) -> bool:
+        """True if these results complete the prompt log-probabilities that waiting requests share."""
         return any(
-            each.sequence.is_decoding and each.sequence.needs_prompt_scores and each.sequence.shared.num_waiting > 0
-            for each in self.chunks
+            sequence.is_decoding and sequence.needs_prompt_scores and sequence.shared.num_waiting > 0
+            for sequence in (chunk.sequence for chunk in self.prompt_chunks)
         )
 
     def take(self) -> "StepResults":
-        """Return all results, and leave none."""
+        """Return a copy of the results, and clear this object."""
         taken = dataclasses.replace(self)
-        self.chunks, self.first, self.rows, self.sampled, self.experts = [], [], {}, None, {}
+        self.prompt_chunks, self.first_tokens, self.decode_rows, self.decoded, self.experts = [], [], {}, None, {}
         return taken
 
     def start_copies(self) -> None:
-        """Let the device copy to the host what will be read, as soon as it is there."""
+        """Start to copy the results to the host."""
         for array in jax.tree.leaves(self._arrays()):
             array.copy_to_host_async()
 
     def on_host(self) -> "StepResults":
-        """Return the results on the host, when they are there; without scores of tokens that no request reports.
+        """Wait for the results and return them on the host, without scores that no request asked for.
 
-        Arrays are lists, which are faster to read by single numbers, but for `experts`.
+        Arrays other than `experts` become lists, because reading single elements of lists is faster.
         """
         *arrays, experts = jax.device_get(self._arrays())
-        chunks, first, sampled = jax.tree.map(np.ndarray.tolist, arrays)
+        chunk_scores, first_tokens, decoded = jax.tree.map(np.ndarray.tolist, arrays)
         return StepResults(
-            [old._replace(scores=scores) for old, scores in zip(self.chunks, chunks, strict=True)],
-            [(sequences, new) for (sequences, _), new in zip(self.first, first, strict=True)],
-            self.rows,
-            sampled,
-            dict(zip(self.experts, experts, strict=True)),
+            prompt_chunks=[
+                chunk._replace(scores=scores) for chunk, scores in zip(self.prompt_chunks, chunk_scores, strict=True)
+            ],
+            first_tokens=[
+                (sequences, sampled) for (sequences, _), sampled in zip(self.first_tokens, first_tokens, strict=True)
+            ],
+            decode_rows=self.decode_rows,
+            decoded=decoded,
+            experts=dict(zip(self.experts, experts, strict=True)),
         )
 
     def _arrays(self) -> tuple[Any, ...]:
-        """Return what is read: scores of chunks, first tokens, tokens of the decoding step, and experts."""
-        first = [_read_parts(sampled, sequences) for sequences, sampled in self.first]
-        sampled = None if self.sampled is None else _read_parts(self.sampled, self.rows)
-        return [each.scores for each in self.chunks], first, sampled, list(self.experts.values())
+        """Return the arrays to be copied: prompt scores, first tokens, decoded tokens, and experts."""
+        first_tokens = [_without_unused_scores(sampled, sequences) for sequences, sampled in self.first_tokens]
+        decoded = None if self.decoded is None else _without_unused_scores(self.decoded, self.decode_rows)
+        return [chunk.scores for chunk in self.prompt_chunks], first_tokens, decoded, list(self.experts.values())
 
 
-def _read_parts(sampled: SampledTokens, sequences: Iterable[SequenceState]) -> SampledTokens:
-    scored = any(sequence.request.logprobs is not None for sequence in sequences)
-    nothing: Any = None
-    return sampled if scored else sampled._replace(scores=nothing)
+def _without_unused_scores(sampled: SampledTokens, sequences: Iterable[SequenceState]) -> SampledTokens:
+    wants_scores = any(sequence.request.logprobs is not None for sequence in sequences)
+    no_scores: Any = None
+    return sampled if wants_scores else sampled._replace(scores=no_scores)
 
 
 class ResultReader:
-    """Appends what steps have sampled to the answers, and keeps the outputs of these.
+    """Reads the results of steps, extends the output tokens of sequences, and collects the outputs of requests.
 
-    `open` has the requests without a complete answer, by id: what was computed for others is ignored. A step that was
-    dispatched before the last token of an answer was read has computed one more, in vain; programs that are dispatched
-    later find the slot of that answer empty.
+    `unfinished`: unfinished requests by id. Results of other requests are ignored: if a request turns out to be
+    finished after the next step was dispatched, that step has computed one token in vain. The slot is freed, and later
+    programs find it empty.
 
     **Arguments:**
 
     - `release`: frees the slot of a sequence.
-    - `charge`: counts tokens that were computed for a client.
-    - `ended`: called with each answer that is complete.
-    - `experts`: starts to return the experts of the tokens of a slot; None: answers have none.
+    - `charge`: charges a client for computed tokens.
+    - `on_finished`: called with each sequence that finishes normally.
+    - `read_experts`: starts to read the experts of the tokens in a slot. None: experts are not returned.
     """
 
     def __init__(
         self,
+        *,
         release: Callable[[SequenceState], None],
         charge: Callable[[str, int], None],
-        ended: Callable[[SequenceState], None],
-        experts: Callable[[int], Array] | None,
+        on_finished: Callable[[SequenceState], None],
+        read_experts: Callable[[int], Array] | None,
     ):
-        self._release, self._charge, self._ended, self._experts = release, charge, ended, experts
-        self.open: dict[int, SequenceState] = {}
+        self._release = release
+        self._charge = charge
+        self._on_finished = on_finished
+        self._read_experts = read_experts
+        self.unfinished: dict[int, SequenceState] = {}
         self.outputs: list[RequestOutput] = []
         self.totals: collections.Counter[str] = collections.Counter()
 
-    def is_awaited(self, results: StepResults) -> bool:
-        """Return whether any of these results are of requests that are open."""
-        return any(sequence.request_id in self.open for sequence in results.sequences)
+    def has_unfinished(self, results: StepResults) -> bool:
+        """Return whether any of these results belong to an unfinished request."""
+        return any(sequence.request_id in self.unfinished for sequence in results.sequences)
 
     def count(self, **increments: int) -> None:
-        """Add to the totals of the statistics."""
+        """Add to the totals of `EngineStats`."""
         for name, number in increments.items():
             self.totals[name] += number
 
-    def close(self, sequence: SequenceState, output: RequestOutput) -> None:
-        """End a request with its last output, and free its slot."""
-        del self.open[sequence.request_id]
+    def finish(self, sequence: SequenceState, output: RequestOutput) -> None:
+        """Finish a request with its last output, and free its slot."""
+        del self.unfinished[sequence.request_id]
         if sequence.slot >= 0:
             self._release(sequence)
         sequence.stop_waiting()
         self.outputs.append(output)
 
-    def sampled(self, sequence: SequenceState, results: StepResults) -> None:
-        """Note that a step samples one more token of an answer; its last one frees its slot at once."""
+    def add_pending(self, sequence: SequenceState, results: StepResults) -> None:
+        """Record that a step samples one more token. If it is the last possible token, free the slot right away."""
         sequence.num_pending += 1
         if sequence.num_sampled == sequence.request.max_new_tokens:
-            if self._experts is not None:
-                results.experts[sequence] = self._experts(sequence.slot)
+            if self._read_experts is not None:
+                results.experts[sequence] = self._read_experts(sequence.slot)
             self._release(sequence)
 
     def read(self, results: StepResults, version: int) -> None:
-        """Wait for the results of a step, which weights of this number computed, and append them to the answers."""
+        """Wait for the results of a step and process them. `version`: version of the weights that computed them."""
         results = results.take().on_host()
-        for chunk in results.chunks:
-            if chunk.sequence.request_id in self.open:
+        for chunk in results.prompt_chunks:
+            if chunk.sequence.request_id in self.unfinished:
                 self._read_chunk(chunk)
-        for sequences, sampled in results.first:
+        for sequences, sampled in results.first_tokens:
             for row, sequence in enumerate(sequences):
-                if sequence.request_id in self.open:
-                    self._read_first(sequence, row, sampled, results, version)
-        if results.sampled is not None:
-            self._read_decoded(results.rows, results.sampled, results, version)
+                if sequence.request_id in self.unfinished:
+                    self._read_first_token(sequence, row, sampled, results, version)
+        if results.decoded is not None:
+            self._read_decoded(results.decode_rows, results.decoded, results, version)
 
     def _read_chunk(self, chunk: PromptChunk) -> None:
-        """Append the scores of a part of a prompt."""
+        """Append the log-probabilities of a prompt chunk."""
         sequence, request = chunk.sequence, chunk.sequence.request
-        first = max(chunk.begin, request.prompt_logprobs_from - 1)  # each row scores the token after its own
+        first = max(chunk.begin, request.prompt_logprobs_from - 1)  # row i scores token i + 1
         following = request.prompt[first + 1 : chunk.end + 1]
         rows = range(first - chunk.begin, first - chunk.begin + len(following))
         sequence.prompt_scores += token_scores(chunk.scores, rows, following, request.prompt_logprobs or 0)
         if chunk.end == len(request.prompt):
             sequence.shared.scores = tuple(sequence.prompt_scores)
 
-    def _read_first(self, sequence: SequenceState, row: int, sampled: Any, results: StepResults, version: int) -> None:
-        """Append the first token of an answer; its output has the values that are reported once."""
+    def _read_first_token(
+        self, sequence: SequenceState, row: int, sampled: Any, results: StepResults, version: int
+    ) -> None:
+        """Append the first output token, in an output with the fields that are reported once."""
         request = sequence.request
-        if not sequence.delivered:
+        if not sequence.replay_tokens:
             self.count(prompt_tokens=len(request.prompt))
-        scores: tuple[TokenScore, ...] = ()
+        prompt_scores: tuple[TokenScore, ...] = ()
         if request.prompt_logprobs is not None:
-            scores = sequence.shared.scores or ()
-        once = dict(cached_tokens=sequence.num_cached, queue_seconds=sequence.queue_seconds, prompt_scores=scores)
-        output = dict(version=version, **once)
-        self._append(sequence, sampled.tokens[row][:1], sampled.scores, row, results, **output)
+            prompt_scores = sequence.shared.scores or ()
+        self._append(
+            sequence,
+            sampled.tokens[row][:1],
+            sampled.scores,
+            row,
+            results,
+            version=version,
+            cached_tokens=sequence.num_cached,
+            queue_seconds=sequence.queue_seconds,
+            prompt_scores=prompt_scores,
+        )
 
     def _read_decoded(self, rows: dict[SequenceState, int], sampled: Any, results: StepResults, version: int) -> None:
-        """Append the tokens of a decoding step, by the row of each sequence."""
+        """Append the tokens of a decoding step. `rows`: row of each sequence."""
         tokens, counts, scores = sampled.tokens, sampled.num_accepted, sampled.scores
         columns = len(tokens[0])
-        rows = {sequence: row for sequence, row in rows.items() if sequence.request_id in self.open}
+        rows = {sequence: row for sequence, row in rows.items() if sequence.request_id in self.unfinished}
         self.count(accepted_draft_tokens=sum(counts[row] - 1 for row in rows.values()))
         for sequence, row in rows.items():
             count = counts[row]
@@ -204,33 +222,37 @@ class ResultReader:
         scores: Any,
         first_row: int,
         results: StepResults,
-        **output: Any,
+        **output_fields: Any,
     ) -> None:
-        """Append tokens to an answer up to its end, where its slot is freed. A replayed token is not returned again."""
+        """Append sampled tokens up to the end of the completion and add the output. Replayed tokens are not returned.
+
+        `first_row`: row of `scores` of the first token. `output_fields`: further fields of the output.
+        """
         sequence.num_pending -= 1
-        if len(sequence.answer) < len(sequence.delivered):
-            sequence.answer.append(sequence.delivered[len(sequence.answer)])
+        if len(sequence.output_tokens) < len(sequence.replay_tokens):
+            sequence.output_tokens.append(sequence.replay_tokens[len(sequence.output_tokens)])
             return
         request, reason, error = sequence.request, None, None
         for index, token in enumerate(tokens):
-            sequence.answer.append(token)
+            sequence.output_tokens.append(token)
             reason, error = sequence.finish_reason(token)
             if reason is not None:
                 tokens = tokens[: index + 1]
                 break
         if request.logprobs is not None:
             rows = range(first_row, first_row + len(tokens))
-            output["scores"] = tuple(token_scores(scores, rows, tokens, request.logprobs))
+            output_fields["scores"] = tuple(token_scores(scores, rows, tokens, request.logprobs))
         self.totals["generated_tokens"] += len(tokens)
-        if reason is not None and self._experts is not None:
+        if reason is not None and self._read_experts is not None:
             experts = results.experts.get(sequence)
-            experts = np.asarray(self._experts(sequence.slot) if experts is None else experts)
-            output["experts"] = experts[: len(request.prompt) + len(sequence.answer)].copy()
-            output["experts"][-1] = -1  # the last token is not read
-        output |= dict(tokens=tuple(tokens), finish_reason=reason, error=error)
-        whole = RequestOutput(request_id=sequence.request_id, **output)
+            experts = np.asarray(self._read_experts(sequence.slot) if experts is None else experts)
+            output_fields["experts"] = experts[: len(request.prompt) + len(sequence.output_tokens)].copy()
+            output_fields["experts"][-1] = -1  # the last token is never fed to the model
+        output = RequestOutput(
+            request_id=sequence.request_id, tokens=tuple(tokens), finish_reason=reason, error=error, **output_fields
+        )
         if reason is None:
-            self.outputs.append(whole)
+            self.outputs.append(output)
             return
-        self.close(sequence, whole)
-        self._ended(sequence)
+        self.finish(sequence, output)
+        self._on_finished(sequence)

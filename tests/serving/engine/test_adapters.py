@@ -16,7 +16,7 @@ from eqx_decoders.io.huggingface.peft import load_peft
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.quantize import quantize
 from eqx_decoders.numerics.quantized_weight import whole_weights
-from eqx_decoders.serving.engine.adapters import adapter_parts
+from eqx_decoders.serving.engine.adapters import adapter_pairs
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.engine.request import Request
@@ -126,7 +126,7 @@ def test_the_base_has_the_bits_of_an_engine_without_places(base, adapted, engine
 @pytest.mark.slow
 def test_loading_and_dropping_compiles_nothing_and_places_are_free_when_answers_end(adapted, engine):
     """Open requests of a dropped adapter have their answers; another one of its name is another one."""
-    parts = {name: adapter_parts(model) for name, model in adapted.items()}
+    parts = {name: adapter_pairs(model) for name, model in adapted.items()}
     engine.load_adapter("one", parts["lora"])
     engine.load_adapter("two", parts["pissa"])
     want = [answer for (answer,) in ([each] for each in answers(engine, [ask("one"), ask("two")]))]
@@ -153,7 +153,7 @@ def test_loading_and_dropping_compiles_nothing_and_places_are_free_when_answers_
 
 @pytest.mark.slow
 def test_cached_prefixes_are_those_of_one_adapter(adapted, engine):
-    prompt, parts = tuple(range(1, 31)), adapter_parts(adapted["lora"])
+    prompt, parts = tuple(range(1, 31)), adapter_pairs(adapted["lora"])
     engine.load_adapter("one", parts)
 
     def cached(name):

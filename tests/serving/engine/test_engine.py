@@ -209,7 +209,7 @@ def test_answers_enter_the_prefix_cache_when_idle(engine, monkeypatch):
     before = prefills(calls)
     assert {update.request_id for _ in range(3) for update in engine.step()} == {other} and prefills(calls) == before
     engine.cancel(other)
-    engine._scheduler.prefix_warmup._texts.pop()  # that of the other one
+    engine._scheduler.prefix_warmup._waiting.pop()  # that of the other one
     finish(engine)
     assert prefills(calls) == before + 2  # its second and third block
 
@@ -243,7 +243,7 @@ def test_a_text_that_is_waited_for_is_computed_in_its_turn(engine, monkeypatch):
     engine.submit(Request(prompt=(7,) * 30, max_new_tokens=1))
     turn = engine.submit(Request(prompt=(*prompt, *answer, 5, 6), max_new_tokens=1))
     engine.step()
-    assert text.awaited and engine._slot_manager.prefix_cache.count_cached(text.block_hashes) == 3
+    assert text.is_leader and engine._slot_manager.prefix_cache.count_cached(text.block_hashes) == 3
     cached = {update.request_id: update.cached_tokens for update in finish(engine) if update.finish_reason}
     assert cached[turn] == 24
 
@@ -622,7 +622,7 @@ def test_step_arguments_are_copies(engine):
     """On CPU, JAX reads some NumPy arrays where they are, after the call has returned."""
     table = engine._slot_manager.sampling
     for slots in ([1], range(2)):
-        given = table.of(slots, False)
+        given = table.batch_of(slots, False)
         for own, taken in zip(jax.tree.leaves(table.rows), jax.tree.leaves(given), strict=True):
             assert not np.shares_memory(own, taken)
 
@@ -636,7 +636,7 @@ def test_step_arguments_are_copies(engine):
 def test_log_probs_of_draws(engine, options):
     sampling = SamplingParams(**{"temperature": 1.0} | options)
     prompt = tuple(range(3, 20))
-    asked = Request(prompt=prompt, max_new_tokens=6, sampling=sampling, logprobs=0, logprobs_of="draws")
+    asked = Request(prompt=prompt, max_new_tokens=6, sampling=sampling, logprobs=0, logprobs_mode="processed")
     engine.submit(asked)
     tokens, found = [], []
     while engine.has_work:
@@ -660,8 +660,8 @@ def test_log_probs_of_draws(engine, options):
 
 
 def test_logprobs_of_draws_need_a_temperature():
-    with refused(ed.ConfigError, "Request.logprobs_of='draws'", "temperature"):
-        Request(prompt=(1,), max_new_tokens=1, logprobs=0, logprobs_of="draws")
+    with refused(ed.ConfigError, "Request.logprobs_mode='processed'", "temperature"):
+        Request(prompt=(1,), max_new_tokens=1, logprobs=0, logprobs_mode="processed")
 
 
 def test_adapters_need_whole_batches():

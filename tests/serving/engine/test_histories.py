@@ -132,7 +132,7 @@ def test_some_histories(model, monkeypatch):
     monkeypatch.setattr(
         SequenceState,
         "restart",
-        lambda sequence, restart=SequenceState.restart: (again.append(len(sequence.answer)), restart(sequence)),
+        lambda sequence, restart=SequenceState.restart: (again.append(len(sequence.output_tokens)), restart(sequence)),
     )
     for seed in range(25):
         counts = play(model, seed)

@@ -153,7 +153,7 @@ def test_clients_take_turns_at_the_encoders(engine, monkeypatch):
     monkeypatch.setattr(
         engine._multimodal, "_encode_prompt", lambda *given, **options: wait.wait(60) and work(*given, **options)
     )
-    monkeypatch.setattr(multimodal_prefill, "MAX_ENCODING", 2)
+    monkeypatch.setattr(multimodal_prefill, "MAX_ENCODINGS_PER_CLIENT", 2)
     for seed in range(4):
         engine.submit(dataclasses.replace(shown(engine, 9, seed), client="many"))
     engine.submit(dataclasses.replace(shown(engine, 9, 5), client="few"))

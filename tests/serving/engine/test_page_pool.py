@@ -1,7 +1,6 @@
-"""Pages of a cache on the host: nothing is lost, nothing is given twice, and only one row writes into a page."""
+"""Page allocation: no page is lost or allocated twice, and shared pages are never written."""
 
 import collections
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from eqx_decoders.serving.engine.page_pool import OutOfPages, PagePool, PageTabl
 from tests.errors import refused
 
 
-def test_pages_are_given_and_given_back():
+def test_pages_are_allocated_shared_and_freed():
     pool = PagePool(4, 16)
     first, second = pool.allocate(1), pool.allocate(2)
     assert first + second == [0, 1, 2] and (pool.num_free, pool.num_used) == (1, 3)
@@ -24,26 +23,21 @@ def test_pages_are_given_and_given_back():
     assert pool.num_free == 1 and pool.pages_for(0) == 0 and pool.pages_for(16) == 1 and pool.pages_for(17) == 2
     pool.share(second)
     assert pool.free(second) == [] and pool.references(1) == 1
-    assert pool.make_private(1) == 1
-    pool.share([1])
-    assert pool.make_private(1) == 3 and pool.references(1) == 1 and pool.num_free == 0
     pool.share([2])
-    with pytest.raises(OutOfPages):
-        pool.make_private(2)
-    assert pool.references(2) == 2
+    assert pool.references(2) == 2 and pool.allocate(1) == [3] and pool.num_free == 0
     assert pool.free([2, 2, 0]) == [2, 0] and pool.allocate(1) == [2]
 
 
-@pytest.mark.parametrize("call", ["free", "share", "make_private"])
-def test_unreferenced_pages_are_refused(call):
+@pytest.mark.parametrize("method", ["free", "share"])
+def test_unallocated_pages_are_refused(method):
     pool = PagePool(2, 4)
     pool.allocate()
-    with refused(ConfigError, f"PagePool.{call}", "page=1"):
-        getattr(pool, call)(1 if call == "make_private" else [0, 1])
+    with refused(ConfigError, f"PagePool.{method}", "page=1"):
+        getattr(pool, method)([0, 1])
     assert pool.references(0) == 1
     with refused(ConfigError, "page=2"):
         pool.references(2)
-    with refused(ConfigError, "page=0", "1 reference", "2"):
+    with refused(ConfigError, "page=0", "1", "2"):
         pool.free([0, 0])
 
 
@@ -66,13 +60,11 @@ class History:
         end = min(begin + int(self.random.integers(1, 2 * self.size + 2)), 6 * self.size)
         needed, before = self.tables.needed(row, begin, end), (self.tables.table.copy(), self.pool.num_free)
         try:
-            copies = self.tables.reserve(row, begin, end)
+            self.tables.reserve(row, begin, end)
         except OutOfPages:
             assert needed > self.pool.num_free == before[1] and (self.tables.table == before[0]).all()
             return
         assert before[1] - self.pool.num_free == needed
-        for source, target in copies:
-            self.memory[target] = self.memory[source]
         for position in range(begin, end):
             page = int(self.tables.table[row, position // self.size])
             assert self.pool.references(page) == 1, "one writer a page"
@@ -80,20 +72,14 @@ class History:
             self.texts[row].append(self.next)
             self.next += 1
 
-    def fork(self, row: int) -> None:
-        other = int(self.random.integers(self.rows))
-        if other != row:
-            self.release(row)
-            self.tables.adopt(row, self.tables.table[other].tolist())
-            self.texts[row], self.dropped[row] = list(self.texts[other]), self.dropped[other]
-
     def adopt(self, row: int) -> None:
         source = int(self.random.integers(self.rows))
-        pages = self.tables.pages(source)[: int(self.random.integers(1, 4))]
-        if source != row and self.dropped[source] == 0:
+        count = min(int(self.random.integers(1, 7)), len(self.texts[source]) // self.size)  # complete pages
+        if source != row:
             self.release(row)
-            self.tables.adopt(row, pages)
-            self.texts[row] = self.texts[source][: len(pages) * self.size]
+            self.tables.adopt(row, self.tables.table[source, :count].tolist())
+            self.texts[row] = self.texts[source][: count * self.size]
+            self.dropped[row] = min(self.dropped[source], count * self.size)
 
     def release(self, row: int) -> None:
         self.tables.release(row)
@@ -101,16 +87,12 @@ class History:
 
     def drop(self, row: int) -> None:
         position = int(self.random.integers(0, len(self.texts[row]) + 1))
-        self.tables.drop_before(row, position)
+        self.tables.free_before(row, position)
         self.dropped[row] = max(self.dropped[row], position // self.size * self.size)
 
-    def truncate(self, row: int) -> None:
-        length = int(self.random.integers(self.dropped[row], len(self.texts[row]) + 1))
-        self.tables.truncate(row, length)
-        self.texts[row] = self.texts[row][:length]
-
     def keep(self, row: int) -> None:
-        pages = self.tables.pages(row)[:1]
+        complete = self.tables.table[row, : len(self.texts[row]) // self.size]
+        pages = [int(page) for page in complete if page >= 0][:1]
         self.pool.share(pages)
         self.kept += pages
 
@@ -133,10 +115,9 @@ class History:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_history_keeps_every_page_and_every_token(seed):
-    """Free and used pages are all; references are entries of tables; a page has one writer; no row's text changes."""
+    """Pages are free or used, references equal table entries, pages have one writer, and texts never change."""
     history = History(seed)
-    calls = [history.write] * 4 + [history.fork, history.adopt, history.release, history.drop, history.truncate]
-    calls += [history.keep, history.lose]
+    calls = [history.write] * 4 + [history.adopt] * 2 + [history.release, history.drop, history.keep, history.lose]
     for _ in range(150):
         calls[int(history.random.integers(len(calls)))](int(history.random.integers(history.rows)))
         history.check()
@@ -147,8 +128,8 @@ def test_any_history_keeps_every_page_and_every_token(seed):
 
 
 @pytest.mark.slow
-def test_a_cache_with_these_tables_keeps_rows_apart():
-    """Two rows share a prefix that ends within a page, and go on each for itself."""
+def test_rows_with_a_shared_prefix_do_not_affect_each_other():
+    """Two rows share a page, and continue separately."""
     pool, config = PagePool(6, 4), PageConfig(page_size=4, num_pages=6)
     tables = PageTables(pool, 2, 3)
     shape = KVShape(slots=12, kv_heads=1, head_dim=2, rolling=False)
@@ -156,23 +137,27 @@ def test_a_cache_with_these_tables_keeps_rows_apart():
     text = np.arange(20.0, dtype=np.float32)
 
     def write(cache, row, begin, values):
-        copies = tables.reserve(row, begin, begin + len(values))
-        if copies:
-            sources, targets = map(jnp.asarray, zip(*copies, strict=True))
-            stored = cache.stored.map(lambda x: x.at[:, targets].set(x[:, sources]))
-            cache = dataclasses.replace(cache, **stored._asdict())
+        tables.reserve(row, begin, begin + len(values))
         key = jnp.broadcast_to(jnp.asarray(values)[None, None, :, None, None], (1, 1, len(values), 1, 2))
         places = jnp.arange(begin, begin + len(values))[None]
         return cache.with_tables(jnp.asarray(tables.table)).commit_rows(jnp.asarray([row]), NewKV(key, key), places)
 
     cache = write(cache, 0, 0, text[:6])
-    tables.adopt(1, tables.table[0].tolist())
-    cache = cache.with_tables(jnp.asarray(tables.table), jnp.asarray([6, 6], jnp.int32))
-    cache = write(cache, 1, 6, text[6:9] + 100)
+    tables.adopt(1, tables.table[0, :1].tolist())
+    cache = cache.with_tables(jnp.asarray(tables.table), jnp.asarray([6, 4], jnp.int32))
+    cache = write(cache, 1, 4, text[4:9] + 100)
     cache = write(cache, 0, 6, text[6:12])
     rows = jax.device_get(cache.entries().key[0, :, :, 0, 0])
-    assert rows[0].tolist() == text[:12].tolist() and rows[1][:9].tolist() == [*text[:6], *text[6:9] + 100]
+    assert rows[0].tolist() == text[:12].tolist() and rows[1][:9].tolist() == [*text[:4], *text[4:9] + 100]
     assert pool.num_used == 5 and cache.lengths.tolist() == [12, 9]
+
+
+def test_a_shared_page_cannot_be_reserved_for_writing():
+    tables = PageTables(PagePool(4, 4), 2, 2)
+    tables.reserve(0, 0, 2)
+    tables.adopt(1, tables.table[0, :1].tolist())
+    with pytest.raises(AssertionError, match="shared page"):
+        tables.reserve(1, 2, 3)
 
 
 def test_rows_that_are_not_empty_or_too_short_are_refused():

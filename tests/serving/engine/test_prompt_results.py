@@ -16,9 +16,9 @@ def test_a_restored_prompt_counts_as_used():
     ]  # fmt: skip
     for prompt, priority, count in submitted:
         engine.submit(Request(prompt=prompt, max_new_tokens=count, priority=priority))
-    first, second = (engine._reader.open[number].shared for number in (1, 4))
+    first, second = (engine._reader.unfinished[number].shared for number in (1, 4))
     orders = []
     while engine.has_work:
         engine.step()
-        orders.append(list(engine._prompt_results._sizes))
+        orders.append(list(engine._shared_prompts._sizes))
     assert [second, first] in orders and orders.index([first, second]) < orders.index([second, first])

@@ -73,4 +73,4 @@ def test_clients_that_are_gone_are_forgotten():
     waiting = waiting_list()
     for number in range(10_000):
         waiting.charge(str(number), 1)
-    assert len(waiting._served) <= 4097
+    assert len(waiting._charged_tokens) <= 4097

@@ -8,12 +8,12 @@ import pytest
 from eqx_decoders.core.sampling import choose_tokens, min_logits
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.serving.engine.sampler import (
-    SAMPLING_FORMS,
+    SAMPLING_VARIANTS,
     BatchSamplingParams,
     SamplingBatch,
-    SamplingForm,
     SamplingParams,
     SamplingTable,
+    SamplingVariant,
     TokenHistory,
     adjust_logits,
     sample_rows,
@@ -46,7 +46,7 @@ def rows_of(*samplings, biases=4):
 
 
 lowest = jax.jit(min_logits)
-chosen = jax.jit(lambda logits, rows, index: choose_tokens(logits, rows.draws, rows.keys, index))
+chosen = jax.jit(lambda logits, rows, index: choose_tokens(logits, rows.tensors, rows.keys, index))
 
 
 def sorted_filters(scaled, top_k=None, top_p=None, min_p=None):
@@ -70,13 +70,13 @@ def test_filters_leave_what_those_of_sorted_logits_leave(temperature):
     scaled = LOGITS / np.float32(temperature)
     for filters in FILTERS:
         rows = rows_of(*[SamplingParams(temperature=temperature, **filters)] * 4)
-        got = scaled >= np.asarray(lowest(jnp.asarray(scaled), rows.draws.filters))
+        got = scaled >= np.asarray(lowest(jnp.asarray(scaled), rows.tensors.filters))
         assert_array_equal(got, sorted_filters(scaled, **filters), err_msg=str(filters))
 
 
 def test_no_program_sorts_the_vocabulary():
     """XLA makes a sort of a search for the largest if it sees that only some are read: forty times slower."""
-    draws = rows_of(*[SamplingParams(temperature=1.0, top_k=5, top_p=0.9)] * 4).draws
+    draws = rows_of(*[SamplingParams(temperature=1.0, top_k=5, top_p=0.9)] * 4).tensors
     known = jax.jit(lambda logits: min_logits(logits, draws.filters))  # settings in the program: all is seen at once
     for lowered in (lowest.lower(jnp.asarray(LOGITS), draws.filters), known.lower(jnp.asarray(LOGITS))):
         text = str(lowered.compile().as_text())
@@ -188,12 +188,13 @@ def test_programs_of_a_form_have_no_branches_and_sample_as_the_one_for_all():
     for filters, samplings in ((False, free), (True, cut)):
         table = SamplingTable(SamplingBatch.greedy(4, -(-VOCAB // 32), 1), jnp.asarray)
         for slot, sampling in enumerate(samplings):
-            table.set(slot, sampling, prompt_length=1, adapter=0, scores_draws=slot % 2 == 1)
+            table.set(slot, sampling, prompt_length=1, adapter=0, processed_scores=slot % 2 == 1)
         for scores in (False, True):
-            form, batch = table.form(range(4), scores), table.of(range(4), scores)
-            assert form == SamplingForm(filters, scores) and form in SAMPLING_FORMS
+            variant, batch = table.variant(range(4), scores), table.batch_of(range(4), scores)
+            assert variant == SamplingVariant(filters, scores) and variant in SAMPLING_VARIANTS
             plain, formed = (
-                jax.jit(lambda x, batch, form=form: sample_rows(x, batch, history, 1, 3, form)) for form in (None, form)
+                jax.jit(lambda x, batch, variant=variant: sample_rows(x, batch, history, 1, 3, variant))
+                for variant in (None, variant)
             )
             wanted, got = plain(jnp.asarray(LOGITS), batch), formed(jnp.asarray(LOGITS), batch)
             jax.tree.map(assert_array_equal, got, wanted)
@@ -205,15 +206,15 @@ def test_programs_of_a_form_have_no_branches_and_sample_as_the_one_for_all():
 
 def test_rows_whose_logits_are_changed_have_no_form():
     table = SamplingTable(SamplingBatch.greedy(3, 1, 1), jnp.asarray)
-    table.set(0, SamplingParams(temperature=1.0, top_p=0.5), prompt_length=1, adapter=0, scores_draws=False)
-    table.set(1, SamplingParams(presence_penalty=0.1), prompt_length=1, adapter=0, scores_draws=False)
-    assert table.form([0], True) == (True, True) and table.form([2], False) == (False, False)
-    assert table.form([0, 1], True) is None
-    table.set(1, SamplingParams(logit_bias=((3, 1.0),)), prompt_length=1, adapter=0, scores_draws=False)
-    assert table.form([1, 2], False) is None
-    table.set(1, SamplingParams(top_k=1), prompt_length=1, adapter=0, scores_draws=False)
-    assert table.form([1, 2], False) == (False, False)  # greedy, whatever its filters leave
-    table.set(1, SamplingParams(top_k=1), prompt_length=1, adapter=0, scores_draws=True)
-    assert table.form([1, 2], True) == (True, True)
+    table.set(0, SamplingParams(temperature=1.0, top_p=0.5), prompt_length=1, adapter=0, processed_scores=False)
+    table.set(1, SamplingParams(presence_penalty=0.1), prompt_length=1, adapter=0, processed_scores=False)
+    assert table.variant([0], True) == (True, True) and table.variant([2], False) == (False, False)
+    assert table.variant([0, 1], True) is None
+    table.set(1, SamplingParams(logit_bias=((3, 1.0),)), prompt_length=1, adapter=0, processed_scores=False)
+    assert table.variant([1, 2], False) is None
+    table.set(1, SamplingParams(top_k=1), prompt_length=1, adapter=0, processed_scores=False)
+    assert table.variant([1, 2], False) == (False, False)  # greedy, whatever its filters leave
+    table.set(1, SamplingParams(top_k=1), prompt_length=1, adapter=0, processed_scores=True)
+    assert table.variant([1, 2], True) == (True, True)
     table.rows.masked[2] = True
-    assert table.form([1, 2], True) is None and table.form([1], True) is not None
+    assert table.variant([1, 2], True) is None and table.variant([1], True) is not None

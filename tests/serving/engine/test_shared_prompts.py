@@ -81,9 +81,9 @@ def test_answers_to_a_prompt_that_begin_together_match_each_alone(fixture, optio
         assert len(scores) == (0 if request.logprobs is None else len(tokens))
 
     engine.clear_prefix_cache()
-    monkeypatch.setattr(engine, "_goes_ahead", lambda: False)
+    monkeypatch.setattr(engine, "_can_dispatch_ahead", lambda: False)
     alike, outputs = [engine.submit(wanted[0]) for _ in range(4)], []
-    shared = engine._reader.open[alike[-1]].shared
+    shared = engine._reader.unfinished[alike[-1]].shared
     while shared.prompt_end is None:
         outputs += engine.step()
     engine.clear_prefix_cache()  # of three chunks, which the others need, the last one is there

@@ -102,7 +102,7 @@ def test_who_is_cancelled_before_its_first_token_is_read_gets_none(engine):
     engine.step()
     number = engine.submit(Request(prompt=(3, 4, 5), max_new_tokens=1))
     (output,) = engine.step()
-    assert output.request_id == other and engine._in_flight[0].first
+    assert output.request_id == other and engine._in_flight[0].first_tokens
     engine.cancel(number)
     outputs = [output for _ in iter(lambda: engine.has_work, False) for output in engine.step()]
     assert [(o.finish_reason, o.tokens) for o in outputs if o.request_id == number] == [("cancelled", ())]
@@ -155,7 +155,7 @@ def decoded_ahead(engine, patch):
 
 def assert_the_same(engine, monkeypatch, adapters=()):
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_goes_ahead", lambda: False)
+        patch.setattr(engine, "_can_dispatch_ahead", lambda: False)
         behind = decoded_ahead(engine, patch)
         known = answers(engine, mixed(engine, adapters), cancel={4, 10, 16})
     with monkeypatch.context() as patch:

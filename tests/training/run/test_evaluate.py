@@ -73,7 +73,7 @@ def test_tasks_are_evaluated_without_an_effect_on_training(folder):
     assert all(first[name].tobytes() == second[name].tobytes() for name in first.keys() | second.keys())
     engine = make_engine(texts[1], EngineLimits(max_batch_size=2, max_length=32, prefill_chunk=16))
     scores = evaluate_task(texts[1], engine, load_task(f"{folder}/tasks.py:letters"), AnswerSettings())
-    assert scores.score.mean == pytest.approx(rows[-1]["task/letters"]) and len(scores.answers) == 3
+    assert scores.score.mean == pytest.approx(rows[-1]["task/letters"]) and len(scores.completions) == 3
 
 
 class Shown:
