@@ -1,4 +1,4 @@
-"""JSON Schemas for constrained answers. Schemas that llguidance cannot express are refused before an answer starts.
+"""JSON Schemas for structured output. Schemas that llguidance cannot express are refused before a completion starts.
 
 llguidance refuses most keywords that it does not implement. `prepare_schema` refuses the remaining keywords, and adds
 patterns for formats that llguidance checks less strictly than the `jsonschema` package.

@@ -22,8 +22,8 @@ from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, decode, pro
 from eqx_decoders.io.text.tool_calls import ToolFormat
 from eqx_decoders.media_files.base import ProcessedFile
 from eqx_decoders.model.decoder_config import DecoderConfig
-from eqx_decoders.serving.frontend.answer_reader import AnswerReader, create_reader
 from eqx_decoders.serving.frontend.api_errors import ApiError, refuse
+from eqx_decoders.serving.frontend.completion_reader import CompletionReader, create_reader
 from eqx_decoders.serving.frontend.media_files import MediaFiles, MediaFilesConfig, Upload
 from eqx_decoders.serving.frontend.worker_threads import run_in_worker
 
@@ -58,7 +58,7 @@ class TextFrontend:
     **Arguments:**
 
     - `tokenizer`, `chat`: tokenizer and chat template of the model, as in `TextModel`.
-    - `stop_ids`: tokens that end an answer.
+    - `stop_ids`: tokens that end a completion.
     - `defaults`: sampling settings published with the model.
     - `config`, `processor`, `directory`: configuration, processor and directory of a multimodal model; None for a text
         model.
@@ -72,7 +72,7 @@ class TextFrontend:
     processor: Processor | None = None
     directory: str | None = None
 
-    def answer_reader(
+    def completion_reader(
         self,
         prompt: PreparedPrompt,
         calls: ToolFormat | None,
@@ -80,10 +80,10 @@ class TextFrontend:
         *,
         special: bool,
         must_call: bool = False,
-    ) -> AnswerReader | None:
-        """Create the reader of an answer to a conversation. See `create_reader` for the arguments.
+    ) -> CompletionReader | None:
+        """Create the reader of a completion to a conversation. See `create_reader` for the arguments.
 
-        Returns None if all text of the answer is content.
+        Returns None if all text of the completion is content.
         """
         if self.chat is None or not isinstance(self.tokenizer, JsonTokenizer):
             return None

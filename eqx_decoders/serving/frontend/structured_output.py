@@ -20,10 +20,11 @@ import numpy as np
 from eqx_decoders.errors import ConfigError, check, missing_package
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, RenamedTokens, Tokenizer
 from eqx_decoders.serving.engine.sampler import Constraint
-from eqx_decoders.serving.frontend.answer_grammar import (
+from eqx_decoders.serving.frontend.api_errors import ApiError
+from eqx_decoders.serving.frontend.completion_grammar import (
     ANY_OBJECT as ANY_OBJECT,
     MARKERS,
-    AnswerGrammar,
+    CompletionGrammar,
     Grammar,
     Kind as Kind,
     errors_of_tool,
@@ -32,7 +33,6 @@ from eqx_decoders.serving.frontend.answer_grammar import (
     with_prepared_schemas,
     without_forcing,
 )
-from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.json_schemas import schemas_to_check
 
 
@@ -42,17 +42,17 @@ MAX_SYMBOLS = 100_000  # in the productions of a grammar
 THREADS = 2  # that compile grammars
 MAX_SECONDS = 30.0  # that a request waits for its grammar
 MAX_MESSAGE = 300  # characters of an error of llguidance
-MAX_RESERVED = 1024  # tokens that are reserved for the answer after the reasoning
+MAX_RESERVED = 1024  # tokens that are reserved for the completion after the reasoning
 
 
-AnyGrammar = Grammar | AnswerGrammar
+AnyGrammar = Grammar | CompletionGrammar
 
 
 class CompiledGrammar(NamedTuple):
-    """Compiled grammar of an answer.
+    """Compiled grammar of a completion.
 
-    - `matcher`: matcher of the complete answer.
-    - `ending`: matcher of the answer from the end marker of the reasoning on; None if there is no reasoning.
+    - `matcher`: matcher of the complete completion.
+    - `ending`: matcher of the completion from the end marker of the reasoning on; None if there is no reasoning.
     - `begin`, `end`: markers around the reasoning. `begin` is empty if the prompt ends with it.
     - `token_bytes`: function that returns the bytes of a token. For a control token, these are its name.
     """
@@ -65,11 +65,11 @@ class CompiledGrammar(NamedTuple):
 
 
 class TokenConstraint(Constraint):
-    """Constraint of one answer. When the grammar is complete, or cannot be matched, only stop ids are allowed.
+    """Constraint of one completion. When the grammar is complete, or cannot be matched, only stop ids are allowed.
 
     **Arguments:**
 
-    - `compiled`: grammar of the answer.
+    - `compiled`: grammar of the completion.
     - `max_reasoning`: maximum number of reasoning tokens. After these, the end marker of the reasoning is forced. None:
         unlimited.
     """
@@ -90,7 +90,7 @@ class TokenConstraint(Constraint):
         words[len(mask) :] = 0
 
     def accept(self, token: int) -> None:
-        """Advance by one token of the answer."""
+        """Advance by one token of the completion."""
         self._matcher.consume_token(token)
         if self._in_reasoning:
             self._follow_reasoning(token)
@@ -136,7 +136,7 @@ class GrammarCompiler:
 
     - `tokenizer`: the model's tokenizer.
     - `vocab_size`: number of logits.
-    - `stop_ids`: all ids that end an answer: the only ones allowed when a grammar is complete.
+    - `stop_ids`: all ids that end a completion: the only ones allowed when a grammar is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: Sequence[int]):
@@ -160,8 +160,8 @@ class GrammarCompiler:
     async def prepare(self, grammar: AnyGrammar, count: int, max_tokens: int | None = None) -> list[TokenConstraint]:
         """Compile a grammar in a thread, and return `count` constraints for it.
 
-        `max_tokens`: maximum number of tokens of an answer. If there is reasoning, some of these tokens are reserved
-        for the answer after the reasoning (see `reserved_tokens`).
+        `max_tokens`: maximum number of tokens of a completion. If there is reasoning, some of these tokens are reserved
+        for the completion after the reasoning (see `reserved_tokens`).
 
         Raises ConfigError, with llguidance's reason, for an invalid grammar. Raises ApiError 429 if the compilation
         takes too long. If this is cancelled, and no other request waits for the grammar, it is not compiled.
@@ -229,14 +229,14 @@ class GrammarCompiler:
             import llguidance
         except ImportError as error:
             raise missing_package("llguidance", "serve") from error
-        check(len(self._stop_ids) > 0, f"{grammar.label} needs a model with a token that ends its answers.")
+        check(len(self._stop_ids) > 0, f"{grammar.label} needs a model with a token that ends its completions.")
         with self._vocabulary_lock:
             if self._vocabulary is None:
                 self._vocabulary, self._control = _vocabulary(
                     llguidance, self._tokenizer, self._vocab_size, self._stop_ids
                 )
         if isinstance(grammar, Grammar):
-            grammar = AnswerGrammar(grammar)
+            grammar = CompletionGrammar(grammar)
         grammar = with_prepared_schemas(simplify_choice(grammar, self._control))
         matcher = self._matcher(llguidance, grammar, reasoning_ends=False)
         self._check_subschemas(llguidance, grammar)
@@ -252,7 +252,7 @@ class GrammarCompiler:
         begin, end = grammar.begin_marker.encode(), grammar.end_marker.encode()
         return CompiledGrammar(matcher, ending, begin, end, token_bytes)
 
-    def _matcher(self, llguidance: Any, grammar: AnswerGrammar, reasoning_ends: bool) -> Any:
+    def _matcher(self, llguidance: Any, grammar: CompletionGrammar, reasoning_ends: bool) -> Any:
         source = to_llguidance(grammar, self._control, self._stop_ids, reasoning_ends=reasoning_ends)
         if self._vocabulary.decode_str(self._vocabulary.tokenize_str(source)) != source:
             source = without_forcing(source)
@@ -262,7 +262,7 @@ class GrammarCompiler:
             raise ConfigError(f"{grammar.label} is not supported: {_first_line(matcher.get_error())}.")
         return matcher
 
-    def _check_tools(self, llguidance: Any, grammar: AnswerGrammar) -> None:
+    def _check_tools(self, llguidance: Any, grammar: CompletionGrammar) -> None:
         """Raise ConfigError for a tool whose JSON Schema llguidance does not support."""
         for name, schema in grammar.schemas:
             if name is None:
@@ -279,8 +279,8 @@ class GrammarCompiler:
             matcher.compute_bitmask()  # raises the errors of its lexer, such as a regular expression that is too large
         return matcher
 
-    def _check_subschemas(self, llguidance: Any, grammar: AnswerGrammar) -> None:
-        """Raise ConfigError for a subschema that no value matches. An answer that reaches it could not continue."""
+    def _check_subschemas(self, llguidance: Any, grammar: CompletionGrammar) -> None:
+        """Raise ConfigError for a subschema that no value matches. A completion that reaches it could not continue."""
         for name, schema in grammar.schemas:
             for path, subschema in schemas_to_check(schema):
                 matcher = self._start_matcher(llguidance, _source_of(subschema))
@@ -298,7 +298,7 @@ def _source_of(schema: Any) -> str:
 
 
 def reserved_tokens(max_tokens: int) -> int:
-    """Return the number of tokens that are reserved for the answer after the reasoning."""
+    """Return the number of tokens that are reserved for the completion after the reasoning."""
     return min(3 * max_tokens // 4, MAX_RESERVED)
 
 

@@ -17,8 +17,8 @@ from eqx_decoders.errors import EqxDecodersError, MissingPackage
 from eqx_decoders.io.text.answers.parser import PROMPT_END
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, decode
 from eqx_decoders.serving.engine.request import QueueFull, Request
-from eqx_decoders.serving.frontend.answer_grammar import chat_grammar
 from eqx_decoders.serving.frontend.api_errors import ApiError
+from eqx_decoders.serving.frontend.completion_grammar import chat_grammar
 from eqx_decoders.serving.frontend.detokenizer import CONTEXT, Detokenizer, TokenTexts
 from eqx_decoders.serving.frontend.prompts import PreparedPrompt, PromptPreparer, TextFrontend
 from eqx_decoders.serving.frontend.structured_output import AnyGrammar, GrammarCompiler, TokenConstraint
@@ -284,7 +284,7 @@ class Api:
         prompt = await self._prepare_chat(request, add_generation_prompt=request.add_generation_prompt)
         limits = self._completion_limits(request, [prompt])
         create_reader = functools.partial(
-            self.frontend.answer_reader,
+            self.frontend.completion_reader,
             prompt,
             self.config.tool_call_parser,
             request.callable,

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from eqx_decoders.io.text.answers.formats import ToolFormat
-from eqx_decoders.serving.frontend.answer_grammar import CallGrammar, call_grammar
 from eqx_decoders.serving.frontend.api_errors import ApiError, refuse
+from eqx_decoders.serving.frontend.completion_grammar import CallGrammar, call_grammar
 from eqx_decoders.serving.http.config import ApiConfig
 from eqx_decoders.serving.http.json_body import Meta, RequestFields, convert
 from eqx_decoders.serving.http.protocol import (

@@ -17,8 +17,8 @@ from eqx_decoders.io.text.answers.formats import FunctionCall, ToolFormat
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
 from eqx_decoders.serving.engine.request import RequestOutput
 from eqx_decoders.serving.engine.sampler import TokenScore
-from eqx_decoders.serving.frontend.answer_reader import AnswerParts, AnswerReader
 from eqx_decoders.serving.frontend.api_errors import ApiError
+from eqx_decoders.serving.frontend.completion_reader import CompletionParts, CompletionReader
 from eqx_decoders.serving.frontend.detokenizer import Detokenizer, StopStrings, TokenTexts
 from eqx_decoders.serving.frontend.prompts import PreparedPrompt
 from eqx_decoders.serving.http.engine_thread import RequestOutputs
@@ -157,7 +157,7 @@ class Choice:
         text: Detokenizer | None = None,
         echo: Echo | None = None,
         wanted: bool = True,
-        reader: AnswerReader | None = None,
+        reader: CompletionReader | None = None,
     ):
         self._request, self._tokenizer, self._echo, self._wanted = request, tokenizer, echo, wanted
         self._reader = reader
@@ -289,7 +289,7 @@ class Choice:
         delta.text += self._stops.push(text) if search else self._stops.flush() + text
         return start
 
-    def _add_parts(self, delta: Delta, parts: AnswerParts) -> None:
+    def _add_parts(self, delta: Delta, parts: CompletionParts) -> None:
         if parts.was_reasoning:
             delta.reasoning, delta.text, delta.was_reasoning = delta.reasoning + delta.text, "", True
             delta.calls = []

@@ -1,4 +1,4 @@
-"""Grammars of constrained answers: optional reasoning, then an answer of a given form or tool calls.
+"""Grammars of constrained completions: optional reasoning, then content that matches a grammar, or tool calls.
 
 Grammars are written in llguidance's dialect of Lark. A marker that is a single token of the tokenizer (a control token)
 is matched by its id. All other text of a grammar, such as a literal that contains the name of a special token, is
@@ -69,7 +69,7 @@ _LARK_TOKENS = re.compile(r'"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\\n])++/?|//[^\n]*
 
 
 class Grammar(NamedTuple):
-    """Grammar of the content of an answer.
+    """Grammar of the content of a completion.
 
     - `kind`: `"json"`, `"regex"`, `"choice"` or `"grammar"`.
     - `content`: the JSON Schema as text, the regular expression (of Rust's crate `regex`, without look-around), the
@@ -89,11 +89,11 @@ ANY_OBJECT = Grammar("json", '{"type": "object"}')
 
 
 class CallGrammar(NamedTuple):
-    """Tool calls that an answer may or must contain.
+    """Tool calls that a completion may or must contain.
 
     - `format`: name of the tool-call format (see `TOOL_CALL_FORMATS`).
     - `tools`: for each tool that may be called, its name and the JSON Schema of its arguments as text.
-    - `required`: the answer must consist of at least one call.
+    - `required`: the completion must consist of at least one call.
     - `max_calls`: maximum number of calls; None: unlimited.
     """
 
@@ -149,10 +149,10 @@ def _types_only(schema: Mapping[str, Any], budget: VisitBudget) -> dict[str, Any
 
 
 class ReasoningGrammar(NamedTuple):
-    """Reasoning before an answer.
+    """Reasoning before a completion.
 
     - `begin`, `end`: markers around the reasoning.
-    - `opened`: the prompt ends with `begin`, so the answer starts inside the reasoning. Otherwise the reasoning is
+    - `opened`: the prompt ends with `begin`, so the completion starts inside the reasoning. Otherwise the reasoning is
         optional.
     """
 
@@ -161,14 +161,14 @@ class ReasoningGrammar(NamedTuple):
     opened: bool
 
 
-class AnswerGrammar(NamedTuple):
-    """Grammar of the answer to a conversation.
+class CompletionGrammar(NamedTuple):
+    """Grammar of the completion to a conversation.
 
-    - `form`: required form of the final answer; None: free text, unless tool calls are required.
+    - `form`: required form of the final completion; None: free text, unless tool calls are required.
     - `calls`: tool calls that may replace the form, or follow free text; None: no tool calls.
-    - `reasoning`: reasoning before the answer; None: no reasoning.
-    - `wrappers`: pairs of optional markers around the answer.
-    - `harmony`: the answer consists of messages in the format of gpt-oss.
+    - `reasoning`: reasoning before the completion; None: no reasoning.
+    - `wrappers`: pairs of optional markers around the completion.
+    - `harmony`: the completion consists of messages in the format of gpt-oss.
     """
 
     form: Grammar | None = None
@@ -218,14 +218,14 @@ class AnswerGrammar(NamedTuple):
 
 def chat_grammar(
     template: str, prompt_end: str, form: Grammar | None, calls: CallGrammar | None
-) -> AnswerGrammar | Grammar | None:
-    """Return the grammar of the answer to a conversation; None for an answer without constraints.
+) -> CompletionGrammar | Grammar | None:
+    """Return the grammar of the completion to a conversation; None for a completion without constraints.
 
     **Arguments:**
 
     - `template`: source of the chat template, which determines the reasoning markers.
     - `prompt_end`: last characters of the prompt. They show whether the prompt opens the reasoning, or closes it.
-    - `form`: required form of the final answer, after any reasoning.
+    - `form`: required form of the final completion, after any reasoning.
     - `calls`: constrained tool calls.
     """
     if form is None and calls is None:
@@ -233,20 +233,20 @@ def chat_grammar(
     if calls is not None and calls.required:
         form = None
     if tool_format(template) == "harmony" or (calls is not None and calls.format == "harmony"):
-        return AnswerGrammar(form, calls and calls._replace(format="harmony"), harmony=True)
+        return CompletionGrammar(form, calls and calls._replace(format="harmony"), harmony=True)
     row = reasoning_format(template)
     if row is None:
-        return form if calls is None else AnswerGrammar(form, calls)
+        return form if calls is None else CompletionGrammar(form, calls)
     end = prompt_end.rstrip()
     closed = end.endswith(row.end)
     reasoning = None if closed else ReasoningGrammar(row.begin, row.end, end.endswith(row.begin))
-    return AnswerGrammar(form, calls, reasoning, tuple(row.wrappers))
+    return CompletionGrammar(form, calls, reasoning, tuple(row.wrappers))
 
 
-def simplify_choice(grammar: AnswerGrammar, control: Mapping[str, int]) -> AnswerGrammar:
+def simplify_choice(grammar: CompletionGrammar, control: Mapping[str, int]) -> CompletionGrammar:
     """Remove reasoning and tool calls from the grammar of a choice if they are pointless or ambiguous.
 
-    - With a single allowed text, reasoning cannot change the answer: optional reasoning and calls are removed.
+    - With a single allowed text, reasoning cannot change the completion: optional reasoning and calls are removed.
     - If an allowed text contains a reasoning marker that is not a token of the tokenizer, the texts are complete
         outputs, which may include reasoning: reasoning and calls are removed.
 
@@ -259,7 +259,7 @@ def simplify_choice(grammar: AnswerGrammar, control: Mapping[str, int]) -> Answe
     markers = ("<|message|>",) if grammar.harmony else () if row is None else (row.begin, row.end)
     markers = tuple(marker for marker in markers if marker not in control)
     if any(marker in text for text in form.content for marker in markers):
-        return AnswerGrammar(form)
+        return CompletionGrammar(form)
     if len(form.content) == 1:
         return grammar._replace(calls=None, reasoning=row if row is not None and row.opened else None)
     return grammar
@@ -276,7 +276,7 @@ def errors_of_tool(name: str | None) -> Iterator[None]:
         raise ConfigError(f"Parameters of the function {shown(name)}: {error}") from error
 
 
-def with_prepared_schemas(grammar: AnswerGrammar) -> AnswerGrammar:
+def with_prepared_schemas(grammar: CompletionGrammar) -> CompletionGrammar:
     """Return a grammar whose JSON Schemas are prepared for llguidance (see `prepare_schema`).
 
     Raises ConfigError for schemas that are invalid or not supported.
@@ -294,7 +294,7 @@ def with_prepared_schemas(grammar: AnswerGrammar) -> AnswerGrammar:
 
 
 def to_llguidance(
-    grammar: AnswerGrammar,
+    grammar: CompletionGrammar,
     control: Mapping[str, int],
     stop_ids: Sequence[int] = (),
     *,
@@ -306,15 +306,15 @@ def to_llguidance(
 
     - `grammar`: grammar with prepared JSON Schemas (see `with_prepared_schemas`).
     - `control`: ids of the control tokens by name.
-    - `stop_ids`: ids of the tokens that end the answer. The grammar omits them at the end of a call.
+    - `stop_ids`: ids of the tokens that end the completion. The grammar omits them at the end of a call.
     - `reasoning_ends`: start with the end marker of the reasoning instead of the reasoning.
 
     Raises ConfigError for schemas that the format of the tool calls cannot express.
     """
-    if grammar.form is not None and grammar == AnswerGrammar(grammar.form):
+    if grammar.form is not None and grammar == CompletionGrammar(grammar.form):
         return _dump(_form(grammar.form, control))
     writer = _Writer(control, stop_ids)
-    return _dump([{"lark_grammar": writer.answer(grammar, reasoning_ends)}, *writer.grammars])
+    return _dump([{"lark_grammar": writer.completion(grammar, reasoning_ends)}, *writer.grammars])
 
 
 def without_forcing(source: str) -> str:
@@ -396,7 +396,7 @@ def quoted(text: str) -> str:
 
 
 class _Writer:
-    """Writer of the Lark rules of one answer."""
+    """Writer of the Lark rules of one completion."""
 
     def __init__(self, control: Mapping[str, int], stop_ids: Sequence[int]):
         self._control, self._stop_ids = control, frozenset(stop_ids)
@@ -407,54 +407,56 @@ class _Writer:
         self._names: dict[tuple[str, bool], str] = {}  # name of each rule, by its body and whether it is a terminal
         self.grammars: list[dict[str, Any]] = []
 
-    def answer(self, grammar: AnswerGrammar, reasoning_ends: bool) -> str:
+    def completion(self, grammar: CompletionGrammar, reasoning_ends: bool) -> str:
         body = self._harmony(grammar, reasoning_ends) if grammar.harmony else self._plain(grammar, reasoning_ends)
         return "\n".join([f"start: {body}", *(f"{name}{rule}" for name, rule in self._rules.items())])
 
-    def _plain(self, grammar: AnswerGrammar, reasoning_ends: bool) -> str:
-        answer = self._wrapped(self.answer_rule(grammar), grammar.wrappers)
+    def _plain(self, grammar: CompletionGrammar, reasoning_ends: bool) -> str:
+        completion = self._wrapped(self.completion_rule(grammar), grammar.wrappers)
         reasoning = grammar.reasoning
         if reasoning is None or self._stop_ids & set(self.split_markers(reasoning.end)):
-            return answer
+            return completion
         newlines = self.rule("newlines", r"/\n{0,2}/")
         if reasoning_ends:
-            return f"{self.text(reasoning.end)} {newlines} {answer}"
+            return f"{self.text(reasoning.end)} {newlines} {completion}"
         rest = f"{self.text_until(reasoning.end)} {newlines}"
         if reasoning.opened:
-            return f"{rest} {answer}"
-        return f"({self.text(reasoning.begin)} {rest})? {answer}"
+            return f"{rest} {completion}"
+        return f"({self.text(reasoning.begin)} {rest})? {completion}"
 
-    def _harmony(self, grammar: AnswerGrammar, reasoning_ends: bool) -> str:
+    def _harmony(self, grammar: CompletionGrammar, reasoning_ends: bool) -> str:
         begin, end = HARMONY_REASONING
         alternatives = []
         calls = grammar.calls
         if calls is not None:
             alternatives.append(self._calls(calls, skip="<|start|>assistant"))
         if calls is None or not calls.required:
-            alternatives.append(f"{self.text(HARMONY_FINAL)} {self._final_answer(grammar.form)}")
-        answer = self.rule("answer", " | ".join(alternatives))
-        if self._stop_ids & set(self.split_markers(end)):  # the end of the reasoning would end the answer
-            return answer
+            alternatives.append(f"{self.text(HARMONY_FINAL)} {self._content(grammar.form)}")
+        completion = self.rule("completion", " | ".join(alternatives))
+        if self._stop_ids & set(self.split_markers(end)):  # the end of the reasoning would end the completion
+            return completion
         if reasoning_ends:
-            return f"{self.text(end)} {answer}"
-        return f"({self.text(begin)} {self.text_until(end)})? {answer}"
+            return f"{self.text(end)} {completion}"
+        return f"({self.text(begin)} {self.text_until(end)})? {completion}"
 
-    def _wrapped(self, answer: str, wrappers: Sequence[tuple[str, str]]) -> str:
+    def _wrapped(self, completion: str, wrappers: Sequence[tuple[str, str]]) -> str:
         for begin, end in wrappers:
-            answer = self.rule("wrapped", f"{answer} | {self.text(begin)} /\\n?/ {answer} /\\n?/ {self.text(end)}")
-        return answer
+            completion = self.rule(
+                "wrapped", f"{completion} | {self.text(begin)} /\\n?/ {completion} /\\n?/ {self.text(end)}"
+            )
+        return completion
 
-    def answer_rule(self, grammar: AnswerGrammar) -> str:
-        """Return the rule of the answer after its reasoning."""
+    def completion_rule(self, grammar: CompletionGrammar) -> str:
+        """Return the rule of the completion after its reasoning."""
         form, calls = grammar.form, grammar.calls
         if calls is None:
-            return self._final_answer(form)
+            return self._content(form)
         if calls.required:
             return self._calls(calls)
         row = TOOL_CALL_FORMAT[calls.format]
         if form is None:
-            return self.rule("answer", self._text_or_calls(row, calls))
-        return self.rule("answer", f"{self._calls_instead_of(form, row, calls)} | {self._final_answer(form)}")
+            return self.rule("completion", self._text_or_calls(row, calls))
+        return self.rule("completion", f"{self._calls_instead_of(form, row, calls)} | {self._content(form)}")
 
     def _calls_instead_of(self, form: Grammar, row: ToolCallFormat, calls: CallGrammar) -> str:
         """Return the rule of tool calls that are an alternative to a form.
@@ -480,13 +482,13 @@ class _Writer:
             schemas = [{"type": "array", "items": {"anyOf": schemas}, "minItems": 1, **limit}]
         return " | ".join(f"%json {json.dumps(_with_options(schema), ensure_ascii=False)}" for schema in schemas)
 
-    def _final_answer(self, form: Grammar | None) -> str:
-        """Return the rule of an answer without tool calls. The grammars of the form are added to `grammars`."""
+    def _content(self, form: Grammar | None) -> str:
+        """Return the rule of a completion without tool calls. The grammars of the form are added to `grammars`."""
         if form is None:
             return self._free_text()
         first, *others = _form(form, self._control)
-        self.grammars += [{**first, "name": "answer"}, *others]
-        return "@answer"
+        self.grammars += [{**first, "name": "completion"}, *others]
+        return "@completion"
 
     # --- text ---------------------------------------------------------------------------------------------------------
 
@@ -571,7 +573,7 @@ class _Writer:
     def _text_or_calls(self, row: ToolCallFormat, calls: CallGrammar) -> str:
         """Return the body of a rule: free text that contains no start of a call, or text followed by calls."""
         marker = self._start_marker(row)
-        if not marker:  # calls without a marker are a complete answer
+        if not marker:  # calls without a marker are a complete completion
             first = (row.section_begin + row.call_begin)[:1]
             text = self._terminal(f'/[^{re.escape(first)}](?s:.*)/ & {self._text_without(row.start_markers)} | ""')
             return f"{self._calls(calls)} | {text}"

@@ -10,7 +10,7 @@ from eqx_decoders.io.text.answers.formats import FunctionCall, find_tool_format
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.serving.engine.request import RequestOutput
 from eqx_decoders.serving.engine.sampler import TokenScore
-from eqx_decoders.serving.frontend.answer_reader import create_reader
+from eqx_decoders.serving.frontend.completion_reader import create_reader
 from eqx_decoders.serving.http.chat_protocol import ChatCompletionRequest
 from eqx_decoders.serving.http.protocol import CompletionRequest
 from eqx_decoders.serving.http.responses import Choice, CollectedDeltas

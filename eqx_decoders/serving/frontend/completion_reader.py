@@ -1,8 +1,9 @@
-"""Incremental reader of chat answers: token ids to reasoning, content and tool calls.
+"""Incremental reader of chat completions: token ids to reasoning, content and tool calls.
 
-`io.text.answers` splits the answer into its parts. Special tokens are recognized by their ids. Special tokens of the
-answer's format separate the parts. The names of all other special tokens are removed, or are text if the request keeps
-special tokens. Stop strings and stop tokens of the request can only end the content. They do not cut the reasoning.
+`io.text.answers` splits a completion into its parts. Special tokens are recognized by their ids. Special tokens of the
+format of the model separate the parts. The names of all other special tokens are removed, or are text if the request
+keeps special tokens. Stop strings and stop tokens of the request can only end the content. They do not cut the
+reasoning.
 """
 
 import functools
@@ -26,15 +27,15 @@ from eqx_decoders.io.text.tokenizer import JsonTokenizer, decode
 from eqx_decoders.serving.frontend.detokenizer import Detokenizer, StopStrings
 
 
-class AnswerParts(NamedTuple):
-    """Text and tool calls to append to the parts of an answer.
+class CompletionParts(NamedTuple):
+    """Text and tool calls to append to the parts of a completion.
 
     **Arguments:**
 
     - `content`, `reasoning`: text that further tokens cannot change.
-    - `calls`: complete tool calls. If a call is required, also a call that is cut off by the end of the answer.
-    - `was_reasoning`: all earlier content and calls belong to the reasoning, because the answer has a marker that ends
-        the reasoning but no marker that starts it.
+    - `calls`: complete tool calls. If a call is required, also a call that is cut off by the end of the completion.
+    - `was_reasoning`: all earlier content and calls belong to the reasoning, because the completion has a marker that
+        ends the reasoning but no marker that starts it.
     """
 
     content: str = ""
@@ -43,19 +44,19 @@ class AnswerParts(NamedTuple):
     was_reasoning: bool = False
 
 
-class AnswerReader:
-    """Incremental reader of the tokens of one answer.
+class CompletionReader:
+    """Incremental reader of the tokens of one completion.
 
-    The parts of an answer do not depend on how its tokens are divided into pieces.
+    The parts of a completion do not depend on how its tokens are divided into pieces.
 
     **Arguments:**
 
-    - `answer_format`: format of the answer.
-    - `parser`: parser of this answer.
+    - `answer_format`: format of the completion.
+    - `parser`: parser of this completion.
     - `special`: keep the names of special tokens that do not belong to the format.
-    - `has_calls`: whether the answer may contain tool calls.
-    - `read_cut_call`: function that parses an incomplete tool call. If it is set and the answer is cut off before its
-        first tool call is complete, the incomplete call is returned.
+    - `has_calls`: whether the completion may contain tool calls.
+    - `read_cut_call`: function that parses an incomplete tool call. If it is set and the completion is cut off before
+        its first tool call is complete, the incomplete call is returned.
     """
 
     def __init__(
@@ -78,12 +79,12 @@ class AnswerReader:
 
     @property
     def may_reason(self) -> bool:
-        """Whether the model may reason before it answers."""
+        """Whether the model may reason before it completions."""
         return self._format.is_harmony or self._format.reasoning is not None
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the answer is in its reasoning."""
+        """Whether the completion is in its reasoning."""
         return self._parser.in_reasoning
 
     @property
@@ -96,14 +97,14 @@ class AnswerReader:
         return self._special_names.get(token) in self._format.placeholders or self._parser.skips_blanks
 
     def may_stop(self, token: int) -> bool:
-        """Return whether a stop token ends the answer here. It does not within the reasoning or its start marker."""
+        """Return whether a stop token ends the completion. It does not within the reasoning or its start marker."""
         name = self._special_names.get(token)
         if name is not None and name not in self._format.placeholders:
             return not self.in_reasoning
         text = self._detokenizer.copy().push(token) if name is None else self._format.placeholders[name]
         return not self._parser.may_reason(text)
 
-    def push(self, token: int, *, search: bool = True) -> AnswerParts:
+    def push(self, token: int, *, search: bool = True) -> CompletionParts:
         """Add a token and return the parts that further tokens cannot change.
 
         `search`: search the content for stop strings.
@@ -119,15 +120,15 @@ class AnswerReader:
             text += name
         return self._parts(self._parser.push(text), search=search)
 
-    def flush(self, *, search: bool = True) -> AnswerParts:
-        """Finish the answer and return the remaining parts. After a stop string, only blanks can remain."""
+    def flush(self, *, search: bool = True) -> CompletionParts:
+        """Finish the completion and return the remaining parts. After a stop string, only blanks can remain."""
         if self.stops.found is not None:
-            return AnswerParts(self._spaced("", final=True))
+            return CompletionParts(self._spaced("", final=True))
         parts = self._parts([*self._parser.push(self._detokenizer.flush()), *self._parser.flush()], search=search)
         rest = "" if self.stops.found is not None else self.stops.flush()
         return parts._replace(content=parts.content + self._spaced(rest, final=True))
 
-    def _parts(self, events: Sequence[Event], *, search: bool) -> AnswerParts:
+    def _parts(self, events: Sequence[Event], *, search: bool) -> CompletionParts:
         content = reasoning = ""
         calls, was_reasoning = list[FunctionCall | CutCall](), False
         for event in events:
@@ -151,7 +152,7 @@ class AnswerReader:
                 content += self._spaced(self.stops.push(self._visible(event.text)))
             else:  # content without a search for stop strings, and the text of malformed or incomplete calls
                 content += self._spaced(self.stops.flush() + self._visible(event.text))
-        return AnswerParts(content, reasoning, tuple(calls), was_reasoning)
+        return CompletionParts(content, reasoning, tuple(calls), was_reasoning)
 
     def _cut_call(self, event: Partial) -> CutCall | None:
         return (
@@ -171,12 +172,12 @@ class AnswerReader:
 
 @functools.lru_cache(8)
 def find_answer_format(source: str, special_names: tuple[str, ...], calls: ToolFormat | None) -> AnswerFormat:
-    """Return the format of answers to prompts of a chat template. See `AnswerFormat.of_template`."""
+    """Return the format of completions to prompts of a chat template. See `AnswerFormat.of_template`."""
     return AnswerFormat.of_template(source, special_names, calls)
 
 
 def prompt_text(tokenizer: JsonTokenizer, answer_format: AnswerFormat, ids: Sequence[int]) -> str:
-    """Decode the last ids of a prompt. Special tokens of the answer's format become placeholders."""
+    """Decode the last ids of a prompt. Special tokens of the completion's format become placeholders."""
     pieces, plain = list[str](), list[int]()
     for token in ids:
         name = tokenizer.special_ids.get(token)
@@ -197,17 +198,17 @@ def create_reader(
     *,
     special: bool,
     must_call: bool = False,
-) -> AnswerReader | None:
-    """Create the reader of an answer. Returns None if an answer has neither reasoning nor tool calls.
+) -> CompletionReader | None:
+    """Create the reader of a completion. Returns None if a completion has neither reasoning nor tool calls.
 
     **Arguments:**
 
     - `source`: the chat template.
     - `calls`: format of tool calls; None: tool calls are content.
-    - `tools`: tools that the answer may call; empty: tool calls are content.
+    - `tools`: tools that the completion may call; empty: tool calls are content.
     - `prompt`: last ids of the prompt, which may contain the start or the end of the reasoning.
     - `special`: keep the names of special tokens that do not belong to the format.
-    - `must_call`: the answer must be a tool call.
+    - `must_call`: the completion must be a tool call.
     """
     answer_format = find_answer_format(source, tokenizer.special_names, calls)
     has_calls = bool(tools) and calls is not None
@@ -219,6 +220,6 @@ def create_reader(
     read_cut_call = None
     if must_call and calls is not None:
         read_cut_call = functools.partial(cut_call, TOOL_CALL_FORMAT[calls], tools)
-    return AnswerReader(
+    return CompletionReader(
         tokenizer, answer_format, parser, special=special, has_calls=has_calls, read_cut_call=read_cut_call
     )

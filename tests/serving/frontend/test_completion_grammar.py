@@ -12,10 +12,10 @@ from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.text.answers.formats import TOOL_CALL_FORMATS, FunctionCall
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
 from eqx_decoders.io.text.tool_calls import parse_tool_calls
-from eqx_decoders.serving.frontend.answer_grammar import (
+from eqx_decoders.serving.frontend.completion_grammar import (
     MARKERS,
-    AnswerGrammar,
     CallGrammar,
+    CompletionGrammar,
     Grammar,
     ReasoningGrammar,
     call_grammar,
@@ -135,7 +135,7 @@ def test_names_of_special_tokens_in_literals_are_ordinary_text(kind, name):
     added = set(names(compiler).values())
     for text in (name, f"plan{name}more", f"{name}{name}", f" {name} é"):
         for form, (grammar, right) in forms(text).items():
-            for wrapped in (grammar, AnswerGrammar(grammar)):
+            for wrapped in (grammar, CompletionGrammar(grammar)):
                 ids, ended = sample(compiler, wrapped, 0)
                 written = text_of(compiler, ids)
                 if form in ("property", "key"):
@@ -195,9 +195,9 @@ def test_end_of_prompt_determines_reasoning():
         chat_grammar(TEMPLATE, "</think>\n\n", ANSWER, None),
     )
     free, without = chat_grammar(TEMPLATE, "assistant\n", ANSWER, None), chat_grammar("{{ x }}", "a", ANSWER, None)
-    assert isinstance(opened, AnswerGrammar) and opened.reasoning == ReasoningGrammar("<think>", "</think>", True)
-    assert isinstance(free, AnswerGrammar) and free.reasoning == ReasoningGrammar("<think>", "</think>", False)
-    assert isinstance(closed, AnswerGrammar) and closed.reasoning is None and without is ANSWER
+    assert isinstance(opened, CompletionGrammar) and opened.reasoning == ReasoningGrammar("<think>", "</think>", True)
+    assert isinstance(free, CompletionGrammar) and free.reasoning == ReasoningGrammar("<think>", "</think>", False)
+    assert isinstance(closed, CompletionGrammar) and closed.reasoning is None and without is ANSWER
     assert chat_grammar(TEMPLATE, "", None, None) is None
 
 
@@ -206,7 +206,7 @@ def test_a_form_constrains_the_answer_after_the_reasoning(compiler):
     control = names(compiler)
     begin, end = (control.get(name, name) for name in ("<think>", "</think>"))
     for opened in (False, True):
-        grammar = AnswerGrammar(ANSWER, None, ReasoningGrammar("<think>", "</think>", opened))
+        grammar = CompletionGrammar(ANSWER, None, ReasoningGrammar("<think>", "</think>", opened))
         head = [] if opened else [begin]
         for blanks in ("", "\n", "\n\n"):
             assert accepts(compiler, grammar, *head, 'why {"a": 3} <b>', end, f'{blanks}{{"a": 1}}')
@@ -222,7 +222,7 @@ def test_a_form_constrains_the_answer_after_the_reasoning(compiler):
 @pytest.mark.parametrize("opened", [False, True])
 @pytest.mark.parametrize("max_tokens", [20, 60, 200])
 def test_reasoning_leaves_room_for_the_answer(compiler, opened, max_tokens):
-    grammar = AnswerGrammar(Grammar("choice", ("yes", "no")), None, ReasoningGrammar("<think>", "</think>", opened))
+    grammar = CompletionGrammar(Grammar("choice", ("yes", "no")), None, ReasoningGrammar("<think>", "</think>", opened))
     for seed in range(12):
         ids, ended = sample(compiler, grammar, seed, length=max_tokens, max_tokens=max_tokens)
         text = text_of(compiler, ids)
@@ -233,7 +233,7 @@ def test_reasoning_leaves_room_for_the_answer(compiler, opened, max_tokens):
 
 def test_choices_with_reasoning_markers_are_complete_outputs():
     reasoning = ReasoningGrammar("<think>", "</think>", True)
-    spelled = AnswerGrammar(Grammar("choice", ("a</think>b",)), None, reasoning)
+    spelled = CompletionGrammar(Grammar("choice", ("a</think>b",)), None, reasoning)
     assert accepts(PLAIN_COMPILER, spelled, "a</think>b") and not accepts(
         PLAIN_COMPILER, spelled, "why</think>a</think>b"
     )
@@ -243,12 +243,12 @@ def test_choices_with_reasoning_markers_are_complete_outputs():
 
 def test_choice_of_a_single_text_has_no_optional_reasoning():
     reasoning = ReasoningGrammar("<think>", "</think>", False)
-    single = AnswerGrammar(Grammar("choice", ("yes",)), None, reasoning)
+    single = CompletionGrammar(Grammar("choice", ("yes",)), None, reasoning)
     assert accepts(PLAIN_COMPILER, single, "yes") and not accepts(PLAIN_COMPILER, single, "<think>a</think>yes")
 
 
 def test_wrappers_of_an_answer_are_optional():
-    grammar = AnswerGrammar(ANSWER, wrappers=(("<answer>", "</answer>"),))
+    grammar = CompletionGrammar(ANSWER, wrappers=(("<answer>", "</answer>"),))
     assert accepts(PLAIN_COMPILER, grammar, '{"a": 1}')
     assert accepts(PLAIN_COMPILER, grammar, '<answer>\n{"a": 1}\n</answer>')
     assert not accepts(PLAIN_COMPILER, grammar, '<answer>\n{"a": 1}')
@@ -304,7 +304,7 @@ def test_required_calls_have_a_name_and_arguments_of_the_schema(name, style):
     compiler = GrammarCompiler(words, words.vocab_size, [words.eos_id or 0])
     counts = []
     for max_calls in (1, None):
-        grammar = AnswerGrammar(
+        grammar = CompletionGrammar(
             None, call_grammar(name, TOOLS, required=True, max_calls=max_calls), harmony=name == "harmony"
         )
         for seed in range(4):
@@ -326,7 +326,9 @@ def test_required_calls_have_a_name_and_arguments_of_the_schema(name, style):
 def test_max_calls_limits_calls_after_free_text(name, style):
     words = PLAIN if style == "text" else marked_tokenizer(name, True)
     compiler = GrammarCompiler(words, words.vocab_size, [words.eos_id or 0])
-    grammar = AnswerGrammar(None, call_grammar(name, TOOLS[:1], required=False, max_calls=1), harmony=name == "harmony")
+    grammar = CompletionGrammar(
+        None, call_grammar(name, TOOLS[:1], required=False, max_calls=1), harmony=name == "harmony"
+    )
     for seed in range(4):
         ids, _ = sample(compiler, grammar, seed)
         parsed = parse_tool_calls(text_of(compiler, ids), name, TOOLS)
@@ -340,26 +342,28 @@ def test_max_calls_limits_calls_after_free_text(name, style):
 def test_free_text_ends_with_its_first_call(name, style):
     words = PLAIN if style == "text" else marked_tokenizer(name, True)
     compiler = GrammarCompiler(words, words.vocab_size, [words.eos_id or 0])
-    required = AnswerGrammar(None, call_grammar(name, TOOLS[2:], required=True, max_calls=1))
+    required = CompletionGrammar(None, call_grammar(name, TOOLS[2:], required=True, max_calls=1))
     call, _ = sample(compiler, required, 1)
-    once = AnswerGrammar(None, call_grammar(name, TOOLS[2:], required=False, max_calls=1))
+    once = CompletionGrammar(None, call_grammar(name, TOOLS[2:], required=False, max_calls=1))
     assert (
         accepts(compiler, once, "Well.\n")
         and accepts(compiler, once, "Well.\n", *call)
         and accepts(compiler, once, *call)
     )
     assert not accepts(compiler, once, "Well.\n", *call, *call) and not accepts(compiler, once, *call[:-3])
-    other = AnswerGrammar(None, call_grammar(name, TOOLS[:2], required=False, max_calls=1))
+    other = CompletionGrammar(None, call_grammar(name, TOOLS[:2], required=False, max_calls=1))
     assert not accepts(compiler, other, "Well.\n", *call)  # the tool is not allowed
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_answer_is_a_call_or_has_its_form(name):
     calls = call_grammar(name, TOOLS, required=False)
-    required = AnswerGrammar(None, call_grammar(name, TOOLS[2:], required=True, max_calls=1), harmony=name == "harmony")
+    required = CompletionGrammar(
+        None, call_grammar(name, TOOLS[2:], required=True, max_calls=1), harmony=name == "harmony"
+    )
     ids, _ = sample(PLAIN_COMPILER, required, 1, max_tokens=250)
     written = text_of(PLAIN_COMPILER, ids)
-    grammar = AnswerGrammar(ANSWER, calls, harmony=name == "harmony")
+    grammar = CompletionGrammar(ANSWER, calls, harmony=name == "harmony")
     content = '{"a": 1}' if name != "harmony" else '<|channel|>final<|message|>{"a": 1}'
     assert accepts(PLAIN_COMPILER, grammar, content)
     assert not accepts(PLAIN_COMPILER, grammar, content.replace("1", "3")) and not accepts(
@@ -372,14 +376,14 @@ def test_schemas_of_tools_are_checked_only_if_a_call_is_required():
     odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": odd}}]
     for name in ("hermes", "qwen3_coder", "lfm2", "gemma4"):
-        prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tools, required=False, max_calls=1)))
+        prepare(PLAIN_COMPILER, CompletionGrammar(None, call_grammar(name, tools, required=False, max_calls=1)))
         with refused(ConfigError, '"f"', "`$.properties.a`", "uniqueItems"):
-            prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tools, required=True)))
+            prepare(PLAIN_COMPILER, CompletionGrammar(None, call_grammar(name, tools, required=True)))
 
 
 def test_calls_follow_reasoning():
     calls = call_grammar("hermes", TOOLS[2:], required=True, max_calls=1)
-    grammar = AnswerGrammar(None, calls, ReasoningGrammar("<think>", "</think>", True))
+    grammar = CompletionGrammar(None, calls, ReasoningGrammar("<think>", "</think>", True))
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     assert accepts(PLAIN_COMPILER, grammar, f"why <tool_call></think>\n\n{call}")
     assert not accepts(PLAIN_COMPILER, grammar, call) and not accepts(PLAIN_COMPILER, grammar, f"why</think>a{call}")
@@ -396,7 +400,9 @@ def call_accepted(name: str, parameters, arguments, *, required: bool = True, co
     written = row.write([FunctionCall("f", arguments)] * count)
     if row.syntax == "python":
         written = written.replace("'", '"')
-    grammar = AnswerGrammar(None, call_grammar(name, tool(parameters), required=required), harmony=name == "harmony")
+    grammar = CompletionGrammar(
+        None, call_grammar(name, tool(parameters), required=required), harmony=name == "harmony"
+    )
     return accepts(PLAIN_COMPILER, grammar, written.removesuffix("<|call|>") if name == "harmony" else written)
 
 
@@ -428,7 +434,7 @@ def test_minimax_m3_writes_declared_lists_and_objects_as_elements():
         assert not call_accepted("minimax_m3", parameters, arguments), arguments
     written = ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">]<]minimax[>[<{}>{}]<]minimax[>[</{}>'
     end = "]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>"
-    grammar = AnswerGrammar(None, call_grammar("minimax_m3", tool(parameters), required=True))
+    grammar = CompletionGrammar(None, call_grammar("minimax_m3", tool(parameters), required=True))
     assert accepts(PLAIN_COMPILER, grammar, written.replace("<{}>{}", '<open>{"a": 1}').replace("{}", "open") + end)
     assert not accepts(PLAIN_COMPILER, grammar, written.replace("<{}>{}", '<row>{"b": 1}').replace("{}", "row") + end)
 
@@ -516,7 +522,7 @@ def test_values_of_parameters_follow_schemas_with_compositions(kind, name):
 
 def test_json_arguments_are_objects():
     for parameters in ({}, {"properties": {"a": {}}}, {"type": ["object", "null"]}):
-        grammar = AnswerGrammar(None, call_grammar("hermes", tool(parameters), required=True))
+        grammar = CompletionGrammar(None, call_grammar("hermes", tool(parameters), required=True))
         for written in ("5", '"x"', "null"):
             call = f'<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>'
             assert not accepts(PLAIN_COMPILER, grammar, call)
@@ -529,9 +535,9 @@ INNER = [{"minItems": None}, {"type": "object", "required": True}, {"type": "any
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "lfm2", "gemma4"])
 @pytest.mark.parametrize("parameters", [*BROKEN, *({"properties": {"a": inner}} for inner in INNER)])
 def test_invalid_parameters_are_refused_only_if_a_call_is_required(parameters, name):
-    prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tool(parameters), required=False)))
+    prepare(PLAIN_COMPILER, CompletionGrammar(None, call_grammar(name, tool(parameters), required=False)))
     with pytest.raises(ConfigError):
-        prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tool(parameters), required=True)))
+        prepare(PLAIN_COMPILER, CompletionGrammar(None, call_grammar(name, tool(parameters), required=True)))
 
 
 WRONG = [
@@ -550,14 +556,14 @@ def test_errors_about_parameters_name_the_tool(inner, name):
     tools = [*TOOLS, *tool({"properties": {"a": inner}, "required": ["a"]})]
     for form in (None, ANSWER):
         with refused(ConfigError, '"f"', "a"):
-            prepare(PLAIN_COMPILER, AnswerGrammar(form, call_grammar(name, tools, required=True)))
+            prepare(PLAIN_COMPILER, CompletionGrammar(form, call_grammar(name, tools, required=True)))
 
 
 @pytest.mark.parametrize("name", ["lfm2", "gemma4"])
 def test_prefix_items_are_refused_in_formats_that_cannot_express_them(name):
     parameters = {"properties": {"a": {"type": "array", "prefixItems": [{"type": "integer"}]}}}
     with refused(ConfigError, '"f"', "prefixItems", name, "`items`"):
-        prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tool(parameters), required=True)))
+        prepare(PLAIN_COMPILER, CompletionGrammar(None, call_grammar(name, tool(parameters), required=True)))
 
 
 @pytest.mark.slow(fast=("allOf",))
@@ -568,7 +574,7 @@ def test_exponentially_repeated_references_take_bounded_time(keyword):
     for name in ("qwen3_coder", "lfm2"):
         call_grammar(name, tool(parameters), required=False)
         with pytest.raises(ConfigError):
-            prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tool(parameters), required=True)))
+            prepare(PLAIN_COMPILER, CompletionGrammar(None, call_grammar(name, tool(parameters), required=True)))
 
 
 def test_lark_grammars_in_json_may_contain_special_tokens():
