@@ -3,6 +3,7 @@
 import functools
 import gc
 import importlib
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from importlib.util import find_spec
 
 from eqx_decoders.cli.plugins import load_plugins
 from eqx_decoders.errors import EqxDecodersError, missing_package
-from eqx_decoders.io.exit_codes import exit_code
+from eqx_decoders.io.exit_codes import EXIT_SIGPIPE, exit_code
 from eqx_decoders.io.interrupt import Interrupt, Watchdog
 from eqx_decoders.io.processes import leave
 from eqx_decoders.io.status import showing
@@ -91,6 +92,9 @@ def program(flags: Callable[[], Mapping[str, str]]) -> Callable[[Callable[..., i
                     print(f"error: {text}", file=sys.stderr)
                     leave(text, exit_code(error))
                     return exit_code(error)
+                except BrokenPipeError:  # the reader of a pipe has enough: `train.py --help-all | head`
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at its end
+                    return EXIT_SIGPIPE
 
         return run
 

@@ -6,6 +6,7 @@ from eqx_decoders.errors import CheckpointError, ConfigError, ConversionError, D
 EXIT_CONFIG = 2
 EXIT_DATA = 3
 EXIT_CHECKPOINT = 4
+EXIT_SIGPIPE = 141  # 128 + 13, of a process that writes to a closed pipe
 EXIT_SIGTERM = 143  # 128 + 15, the exit code of a process that was ended by SIGTERM
 
 

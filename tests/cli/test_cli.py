@@ -3,6 +3,8 @@
 import dataclasses
 import inspect
 import re
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -11,6 +13,7 @@ from eqx_decoders import cli
 from eqx_decoders.cli.setting_flags import flag_names
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.io.exit_codes import EXIT_SIGPIPE
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.mesh_config import MeshConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
@@ -62,6 +65,16 @@ def test_help_shows_the_flags_of_the_method_and_help_all_shows_every_flag():
     docstrings = inspect.getsource(DataConfig)
     (batch_size,) = re.findall(r'batch_size: .*\n    """(\w+ \w+ \w+)', docstrings)
     assert batch_size in text
+
+
+def test_a_closed_pipe_ends_a_program_without_a_traceback():
+    words = [sys.executable, ROOT / "scripts" / "train.py", "--help-all"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith("usage")
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait() == EXIT_SIGPIPE
 
 
 def test_flags_become_settings():
