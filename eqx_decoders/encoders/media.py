@@ -100,6 +100,11 @@ class Media(eqx.Module):
             grid_positions=_grid_positions(media, kinds, segments, items, arrays),
         )
 
+    @property
+    def rope_positions(self) -> Num[AnyArray, "dimensions batch length"] | None:
+        """M-RoPE positions (time, row, column) of each token, in the layout of transformers' `position_ids`."""
+        return None if self.grid_positions is None else np.moveaxis(np.asarray(self.grid_positions), -1, 0)
+
     def cut(self, length: int) -> "Media":
         """Return the same media for the first `length` tokens of each sequence."""
         names = ("index", "spans", "real", "grid_positions")

@@ -50,7 +50,7 @@ def test_a_model_of_a_plugin_is_resumed_sampled_and_adapted(folder):
     call("train", *options(folder), "--steps", 3)
     assert [row["step"] for row in steps_of(folder / "run")] == [1, 2, 3]
     call("generate", "--plugin", folder / "my_layers.py", "--run-dir", folder / "run", "--prompt", "the")
-    adapter = dict(model="my-model", lora__rank=2, lora__targets="*.mlp.*")
+    adapter = {"model": "my-model", "lora.rank": 2, "lora.targets": "*.mlp.*"}
     call("train", *options(folder, **adapter), "--run-dir", folder / "adapter")
     assert len(steps_of(folder / "adapter")) == 2
 

@@ -40,7 +40,7 @@ def test_features_logits_and_positions_are_those_of_transformers(name):
     features = model.encode(media).features[: len(wanted["features"])]
     assert_allclose(features, wanted["features"], atol=1e-4)
     assert_allclose(model(inputs["input_ids"], media=media).logits, wanted["logits"], atol=5e-4)
-    assert np.array_equal(np.moveaxis(media.grid_positions, -1, 0), wanted["rope_positions"])
+    assert np.array_equal(media.rope_positions, wanted["rope_positions"])
 
 
 @pytest.mark.slow
