@@ -253,7 +253,7 @@ def test_both_new_matrices_are_matrices(custom):
 
 
 def test_it_has_no_hugging_face_form(custom, tmp_path):
-    with refused(ed.ConversionError, "Hugging Face"):
+    with refused(ed.ConversionError, "transformers"):
         ed.save_hf(custom, tmp_path / "new")
 
 
