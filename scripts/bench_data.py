@@ -30,7 +30,7 @@ def restart(folder: Path, **environment: str) -> float:
     """
     metrics, command = folder / "metrics.jsonl", [sys.executable, str(Path(__file__).with_name("train.py"))]
     options = ["--tokenizer", "bytes", "--data", str(Path(__file__).parents[1] / "README.md"), "--trackers"]
-    options += ["--data.held-out-fraction", "0", "--sample-tokens", "0", "--steps", "1000"]
+    options += ["--held-out-fraction", "0", "--sample-tokens", "0", "--steps", "1000"]
     rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
     command += ["--run-dir", str(folder), *options]
     begun, seconds, nowhere = time.perf_counter(), 0.0, subprocess.DEVNULL

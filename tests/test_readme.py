@@ -73,7 +73,7 @@ def test_a_checkpoint_is_tuned_exported_and_answers():
 def test_a_run_of_ones_own_is_read_and_writes(tmp_path):
     """A smaller model than the README's: only the words are the same, not the numbers."""
     small = ("--model", "gpt3-52k", "--tokenizer", "bytes", "--steps", 1, "--batch-size", 4, "--seq-len", 32)
-    quick = ("--sample-tokens", 0, "--data.held-out-fraction", 0)
+    quick = ("--sample-tokens", 0, "--held-out-fraction", 0)
     call("train", "--run-dir", tmp_path / "runs/tiny", "--data", write_corpus(tmp_path / "text"), *small, *quick)
     out, expected = run_example("runs/tiny", tmp_path)
     assert [NUMBER.sub("0", line) for line in out[: len(expected)]] == [NUMBER.sub("0", line) for line in expected]

@@ -25,7 +25,7 @@ OPTIONS = {
     "--sample-tokens": 5,
     "--eval-every": 2,
     "--checkpoint-every": 2,
-    "--data.held-out-fraction": 0.2,
+    "--held-out-fraction": 0.2,
     "--prompt": "the",
 }
 SMALL = flags(OPTIONS)

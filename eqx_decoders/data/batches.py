@@ -93,7 +93,7 @@ class Batches:
         for part in parts:
             if part.counts.documents == 0:
                 few = "give more documents, or --held-out (DataConfig.held_out_path)"
-                remedy = few if split == "held_out" else "lower --data.held-out-fraction (DataConfig.held_out_fraction)"
+                remedy = few if split == "held_out" else "lower --held-out-fraction (DataConfig.held_out_fraction)"
                 name = f" {part.name!r}" if part.name else ""
                 raise DataError(f"the split {split!r} of the data{name} is empty: {remedy}.")
             if media is not None:

@@ -89,7 +89,7 @@ def _rendered(
     if template is None:
         raise DataError(
             f"{documents[0].where} is a conversation, but there is no chat template to render it. Start from a chat "
-            "model (--init-from), or give a Jinja file with --data.chat-template (DataConfig.chat_template)."
+            "model (--init-from), or give a Jinja file with --chat-template (DataConfig.chat_template)."
         )
     variables_by_key = {_settings_key(chat.variables): chat.variables for _, chat in chats}
     probes = [probe for variables in variables_by_key.values() for probe in _probes(variables)]
@@ -251,7 +251,7 @@ class _RenderedChat(NamedTuple):
         check(
             missing is None,
             f"{where} leaves out tool calls, such as the call of {missing!r}, so the model would learn empty answers. "
-            "Give a template that renders tool calls (--data.chat-template), or remove such conversations.",
+            "Give a template that renders tool calls (--chat-template), or remove such conversations.",
             DataError,
         )
 

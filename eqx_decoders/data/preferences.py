@@ -407,7 +407,7 @@ def _check_prompt(document: Document, request: str, template: ChatTemplate) -> N
     check(
         request.startswith(before) or before.startswith(request),
         f"{document.where}: {template.where} renders the prompt differently when an answer follows. Remove the record, "
-        "or give a template that does not change earlier messages (--data.chat-template).",
+        "or give a template that does not change earlier messages (--chat-template).",
         DataError,
     )
 

@@ -152,7 +152,7 @@ def _encode_chats(
     if template is None:
         raise DataError(
             f"{chats[0][0]} is a conversation, but there is no chat template to render it. Start from a chat model "
-            "(--init-from), or give a Jinja file with --data.chat-template (DataConfig.chat_template)."
+            "(--init-from), or give a Jinja file with --chat-template (DataConfig.chat_template)."
         )
     requests = [
         Conversation(record["prompt"], template_variables(record, where), add_generation_prompt=True)

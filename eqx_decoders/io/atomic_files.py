@@ -79,7 +79,7 @@ def writing_to(cache: Path) -> Iterator[None]:
             raise
         raise DataError(
             f"{file or cache} cannot be written: {error.strerror or error}. Free some space, or give a writable "
-            "directory with --data.cache-dir (DataConfig.cache_dir)."
+            "directory with --cache-dir (DataConfig.cache_dir)."
         ) from error
 
 

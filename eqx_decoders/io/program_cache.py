@@ -93,7 +93,7 @@ def _check_owner(status: os.stat_result, path: Path) -> None:
     if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
         raise PermissionError(
             f"other users may write {path}, whose programs are executed. Set EQX_DECODERS_CACHE, or "
-            "--data.cache-dir of train, to a folder that only you can write"
+            "--cache-dir of train, to a folder that only you can write"
         )
 
 

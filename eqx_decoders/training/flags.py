@@ -1,13 +1,13 @@
 """Names of the flags of settings."""
 
-# Settings that have a short flag; `--data.path` and the like are accepted, too.
-SHORT_FLAGS = {
-    "data.path": "--data",
-    "data.held_out_path": "--held-out",
-    "data.batch_size": "--batch-size",
-    "data.seq_len": "--seq-len",
-    "data.seed": "--seed",
-}
+import dataclasses
+
+from eqx_decoders.data.config import DataConfig
+
+
+# Settings of the data have a short flag; `--data.seq-len` and the like are accepted, too.
+SHORT_FLAGS = {f"data.{field.name}": "--" + field.name.replace("_", "-") for field in dataclasses.fields(DataConfig)}
+SHORT_FLAGS |= {"data.path": "--data", "data.held_out_path": "--held-out"}
 
 
 def flag(name: str) -> str:

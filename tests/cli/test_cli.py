@@ -80,7 +80,7 @@ def test_a_closed_pipe_ends_a_program_without_a_traceback():
 def test_flags_become_settings():
     from eqx_decoders.cli.train import parse
 
-    words = ["--data", "a", "--held-out", "b", "--data.no-pack", "--data.batch-size", "6", "--mesh.data", "2"]
+    words = ["--data", "a", "--held-out", "b", "--no-pack", "--data.batch-size", "6", "--mesh.data", "2"]
     words += ["--optimizer.max-grad-norm", "None"]
     config = parse([*words, "--lora.rank", "2", "--lora.targets", "*.mlp.*", "*.query"])
     assert type(config) is TrainConfig and config.mesh == MeshConfig(data=2)

@@ -85,7 +85,7 @@ def folder(tmp_path_factory):
         "--seq-len": 16,
         "--eval-every": 0,
         "--sample-tokens": 0,
-        "--data.held-out-fraction": 0,
+        "--held-out-fraction": 0,
         "--lora.rank": 2,
         "--optimizer.learning-rate": 0.1,
         "--export": folder / "two" / "merged",

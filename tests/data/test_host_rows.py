@@ -172,7 +172,7 @@ def settings(folder):
         "--seq-len": 16,
         "--eval-every": 2,
         "--checkpoint-every": 2,
-        "--data.held-out-fraction": 0.2,
+        "--held-out-fraction": 0.2,
         "--sample-tokens": 4,
     }
 

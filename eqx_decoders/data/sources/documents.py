@@ -24,7 +24,7 @@ from eqx_decoders.errors import DataError, check
 
 
 SET_FIELD = (
-    "Set --data.text-field (DataConfig.text_field) to the column with the text. For questions with answers, rename the "
+    "Set --text-field (DataConfig.text_field) to the column with the text. For questions with answers, rename the "
     "columns to 'instruction' and 'output' (written by the chat template) or 'prompt' and 'completion' (plain text)"
 )
 PAIRS = "To train on preference pairs, use --method dpo or another preference method"

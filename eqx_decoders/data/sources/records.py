@@ -238,7 +238,7 @@ def _texts_or_messages(value: Any, name: str, where: str, *, parse: bool) -> Any
         if messages is None and name == "messages":
             raise DataError(
                 f"{where}: field {name!r} must be a list of messages, or a JSON string of such a list, not the text "
-                f"{value[:40]!r}. Rename the column, or set --data.text-field {name} if it holds plain text."
+                f"{value[:40]!r}. Rename the column, or set --text-field {name} if it holds plain text."
             )
         return value if messages is None else normalize_messages(messages, name, where)
     return normalize_messages(value, name, where) if isinstance(value, list | tuple | Mapping) else value

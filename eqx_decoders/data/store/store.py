@@ -49,7 +49,7 @@ from eqx_decoders.io.text.tokenizer import Tokenizer
 FORMAT = 1  # version of the manifest
 TRAIN, HELD_OUT_DATA = "train:", "held_out:"  # prefixes of the names of sources
 FLAGS = {
-    name: ("--" if name == "tokenizer" else "--data.") + name.replace("_", "-")
+    name: "--" + name.replace("_", "-")
     for name in ("tokenizer", "text_field", "chat_template", "special_tokens_in_text")
 }
 KEPT = "the tokens are kept"
@@ -315,7 +315,7 @@ def check_unchanged(
 
 def _split_text(settings: Mapping[str, Any]) -> str:
     has_path = settings.get("own_held_out_path")
-    return "--held-out" if has_path else f"--data.held-out-fraction {settings.get('held_out_fraction')}"
+    return "--held-out" if has_path else f"--held-out-fraction {settings.get('held_out_fraction')}"
 
 
 # --- counts -----------------------------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ def _copy_json(value: Any) -> Any:
 
 def read_chat_template(file: str | Path) -> ChatTemplate:
     """Read the chat template in a file of Jinja, without special tokens of a tokenizer. Raises ConfigError."""
-    check(Path(file).is_file(), f"--data.chat-template (DataConfig.chat_template) {str(file)!r} is not a file.")
+    check(Path(file).is_file(), f"--chat-template (DataConfig.chat_template) {str(file)!r} is not a file.")
     return ChatTemplate(source=_read(Path(file)), where=str(file))
 
 

@@ -85,7 +85,7 @@ def test_a_list_of_records_and_lines_in_a_json_file(tmp_path):
 @pytest.mark.parametrize(
     "record, names",
     [
-        pytest.param({"prompt": "a"}, ["'text'", "prompt", "--data.text-field"], id="no-text"),
+        pytest.param({"prompt": "a"}, ["'text'", "prompt", "--text-field"], id="no-text"),
         pytest.param({"other": None}, ["'text'"], id="null"),
         pytest.param({"messages": "hello"}, ["'messages'", "'hello'"], id="messages-text"),
         pytest.param({"messages": 3}, ["'messages'", "int"], id="messages-number"),

@@ -214,7 +214,7 @@ def test_saved_datasets(tmp_path):
     with refused(DataError, "'train'"):
         find_sources(str(tmp_path / "other"))
     whole.rename_column("text", "body").save_to_disk(tmp_path / "body")
-    with refused(DataError, "'text'", "body, id", "--data.text-field"):
+    with refused(DataError, "'text'", "body, id", "--text-field"):
         list(read_documents(str(tmp_path / "body")))
     assert len(list(read_documents(str(tmp_path / "body"), text_field="body"))) == 20
     whole.select(range(19)).save_to_disk(tmp_path / "less")

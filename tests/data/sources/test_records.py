@@ -248,7 +248,7 @@ def test_labelled_conversations_are_split_before_the_last_answer(tmp_path):
 
 @pytest.mark.parametrize("names", ["instruction response", "question answer", "prompt response"])
 def test_an_error_about_other_columns_names_the_columns_to_rename(names):
-    with refused(DataError, ", ".join(names.split()), "--data.text-field", "'instruction'", "'output'"):
+    with refused(DataError, ", ".join(names.split()), "--text-field", "'instruction'", "'output'"):
         rendered(dict.fromkeys(names.split(), "q"))
 
 

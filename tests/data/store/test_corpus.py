@@ -176,7 +176,7 @@ FAULTS = {  # a file, its content, and what the error names
     "field": (
         "a.jsonl",
         b'\n{"body": "a", "id": 1}',
-        ["a.jsonl:2", "'text'", "body, id", "--data.text-field (DataConfig.text_field)"],
+        ["a.jsonl:2", "'text'", "body, id", "--text-field (DataConfig.text_field)"],
     ),
     "number": ("a.jsonl", b'{"text": 3}', ["a.jsonl:1", "'text'", "int"]),
     "surrogate": ("a.jsonl", b'{"text": "\\ud800"}', ["a.jsonl:1", "'text'", "Unicode"]),
@@ -206,7 +206,7 @@ def test_bad_data_are_refused(tmp_path, fault):
 
 def test_bad_columns_and_arrays_are_refused(tmp_path):
     write_parquet(tmp_path / "a.parquet", {"body": ["a"]})
-    with refused(DataError, "'text'", "--data.text-field"):
+    with refused(DataError, "'text'", "--text-field"):
         texts(tmp_path / "a.parquet")
     write_parquet(tmp_path / "b.parquet", {"text": ["a", None]})
     assert texts(tmp_path / "b.parquet") == ["a"]  # nulls are dropped and counted

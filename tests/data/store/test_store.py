@@ -186,7 +186,7 @@ def test_special_tokens_of_prompts_are_not_repeated(tmp_path):
 def test_a_store_of_conversations_has_one_template(mixed, tmp_path, made):
     first = mixed()
     for other in (CHATML + " ", None):
-        with refused(DataError, "--data.chat-template"):
+        with refused(DataError, "--chat-template"):
             mixed(other)
     assert mixed().content_hash == first.content_hash and made == ["a.jsonl"]
     shutil.rmtree(tmp_path / "run")
@@ -329,10 +329,10 @@ class Other(ByteTokenizer):
         pytest.param({"tokenizer": Other()}, ["--tokenizer", "'bytes-1'", "'other'"], id="tokenizer"),
         pytest.param(
             {"held_out_fraction": 0.5},
-            ["--data.held-out-fraction 0.05", "--data.held-out-fraction 0.5"],
+            ["--held-out-fraction 0.05", "--held-out-fraction 0.5"],
             id="held-out-fraction",
         ),
-        pytest.param({"text_field": "body"}, ["--data.text-field", "'text'", "'body'"], id="text-field"),
+        pytest.param({"text_field": "body"}, ["--text-field", "'text'", "'body'"], id="text-field"),
     ],
 )
 def test_changed_data_are_refused_by_name(corpus, change, names):
@@ -518,7 +518,7 @@ def test_gzip_reads_the_start_of_large_corpora_of_unknown_size(corpus, monkeypat
 
 def test_a_cache_that_cannot_be_written_is_named(corpus, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with refused(DataError, tmp_path / "file", "--data.cache-dir (DataConfig.cache_dir)"):
+    with refused(DataError, tmp_path / "file", "--cache-dir (DataConfig.cache_dir)"):
         build(corpus, cache_dir=tmp_path / "file")
 
     def full(*_, **options):
@@ -560,7 +560,7 @@ def test_a_manifest_with_other_keys_of_shards_is_accepted(corpus):
 def test_a_new_held_out_path_is_one_change(corpus, tmp_path):
     build(corpus)
     (tmp_path / "v.txt").write_text("v")
-    with refused(DataError, "--data.held-out-fraction 0.05", "--held-out") as caught:
+    with refused(DataError, "--held-out-fraction 0.05", "--held-out") as caught:
         build(corpus, held_out_path=str(tmp_path / "v.txt"))
     assert "v.txt" not in str(caught.value)
 

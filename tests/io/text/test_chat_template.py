@@ -307,7 +307,7 @@ def test_a_template_file_gets_the_special_tokens_of_the_directory(tmp_path):
     (tmp_path / "t.jinja").write_text("{{ eos_token }}")
     found = load_chat_template(FIXTURE, file=tmp_path / "t.jinja")
     assert found is not None and found.render(HELLO) == "<|end|>"
-    with refused(ConfigError, "--data.chat-template", tmp_path / "none.jinja"):
+    with refused(ConfigError, "--chat-template", tmp_path / "none.jinja"):
         load_chat_template(FIXTURE, file=tmp_path / "none.jinja")
 
 

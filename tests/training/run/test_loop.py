@@ -58,9 +58,9 @@ OPTIONS = {
     "--prompt": "the",
     "--eval-every": 2,
     "--checkpoint-every": 2,
-    "--data.held-out-fraction": 0.2,
+    "--held-out-fraction": 0.2,
 }
-QUICK = {"--data.held-out-fraction": 0, "--sample-tokens": 0, "--eval-every": 0}  # nothing but steps is compiled
+QUICK = {"--held-out-fraction": 0, "--sample-tokens": 0, "--eval-every": 0}  # nothing but steps is compiled
 
 
 class Trained:
@@ -139,7 +139,7 @@ def other(folder):
     options |= dict(context_order="zigzag", context_form="all_to_all")
     (folder / "held_out.jsonl").write_text(json.dumps({"body": "x" * 100}))
     options |= dict(held_out=folder / "held_out.jsonl", sample_tokens=0)
-    return Trained(folder / "other", "--data.no-pack", devices=8, data=folder / "short.jsonl", **options)
+    return Trained(folder / "other", "--no-pack", devices=8, data=folder / "short.jsonl", **options)
 
 
 @pytest.mark.slow
@@ -705,12 +705,10 @@ def test_a_run_on_conversations_with_a_chat_template(folder):
     again = Trained(run.dir, chat_template=folder / "chatml.jinja", **options | {"steps": 3})
     assert first_step(again.err) == 2
     words = flags(OPTIONS | {"--run-dir": run.dir, "--data": folder / "chats.jsonl"})
-    out, _ = call(
-        "train", *words, "--held-out", folder / "chats.jsonl", "--data.chat-template", kept, "--describe-data"
-    )
+    out, _ = call("train", *words, "--held-out", folder / "chats.jsonl", "--chat-template", kept, "--describe-data")
     assert_names(out, "<user>?<assistant>⟦abc⟧", "48", "14.3%")
     _, err = call("train", *flags(OPTIONS | {"--run-dir": folder / "none", "--data": folder / "chats.jsonl"}), code=3)
-    assert_names(err, "--data.chat-template")
+    assert_names(err, "--chat-template")
 
 
 def test_models_are_listed():

@@ -266,7 +266,7 @@ def test_held_out_parts_reuse_the_sources(make, monkeypatch):
         patch.setattr(store_module, "describe_sources", None)
         sets = make(0.7, 0.3, **options | {"sets": True})
     assert [one.store for one in sets.values()] == [part.store for part in train.parts]
-    with refused(DataError, "--data.held-out-fraction 0.3", "--data.held-out-fraction 0.2"):
+    with refused(DataError, "--held-out-fraction 0.3", "--held-out-fraction 0.2"):
         make(0.7, 0.3, **options | {"sets": True, "held_out_fraction": 0.2})
 
 
