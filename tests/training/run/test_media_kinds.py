@@ -158,10 +158,10 @@ def test_a_changed_file_is_refused(folder):
     _, reader, batches = batches_of(folder, "qwen2_5_vl", [record] * 5)
     (one,) = batches.store.media(0)
     assert parse_reference(one)[:2] == ("image", str(folder / "new.png")) and reader.pixels(one).shape == (8, 8, 3)
-    batches._batch(0, 0)
+    batches._batch(0)
     save_image(folder / "new.png", 8, 8, 6)
     with refused(DataError, "image", folder / "new.png"):
-        batches._batch(0, 0)
+        batches._batch(0)
     assert reader.pixels(reference("video", str(folder / "0.mkv"))) is None
 
 
