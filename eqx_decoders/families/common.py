@@ -375,7 +375,8 @@ def read_masks(
     is_local = [local(layer) if types is None else types[layer] == local_type for layer in range(num_layers)]
     if any(is_local) and size is None:
         raise fields.error(
-            f"layer_types has layers of type {local_type}, but {key} is null or turned off: set {key} to their size."
+            f"layers {[layer for layer, flag in enumerate(is_local) if flag]} are of type {local_type}, but {key} is "
+            f"null or turned off: set {key} to the size of their windows, or use full attention only in layer_types."
         )
     local_mask = Causal() if size is None else kind(size)
     return tuple(local_mask if flag else Causal() for flag in is_local)

@@ -11,7 +11,8 @@ def by_key(reasons: Mapping[str, str]) -> dict[str, str]:
     return {key: reason for keys, reason in reasons.items() for key in keys.split()}
 
 
-# Keys that do not change what a loaded model computes, with the reason. An export has the values that were loaded.
+# Keys that do not change what a loaded model computes, with the reason. An export has the values that were loaded,
+# except those of internal keys of transformers.
 IGNORED_KEYS: dict[str, str] = by_key(
     {
         "transformers_version _name_or_path name_or_path _model_name_or_path model_name_or_path _commit_hash "
@@ -25,9 +26,10 @@ IGNORED_KEYS: dict[str, str] = by_key(
         "attention_dropout resid_pdrop embd_pdrop attn_pdrop "
         "hidden_dropout hidden_dropout_prob": "dropout is only used in training, and a loaded model has no dropout",
         "use_return_dict output_attentions output_hidden_states return_dict torchscript use_bfloat16 "
-        "tf_legacy_loss chunk_size_feed_forward problem_type finetuning_task id2label label2id num_labels "
-        "_num_labels task_specific_params pretraining_tp output_past gradient_checkpointing _attn_implementation "
+        "tf_legacy_loss chunk_size_feed_forward task_specific_params pretraining_tp output_past "
+        "gradient_checkpointing _attn_implementation "
         "_attn_implementation_autoset _flash_attn_2_enabled attn_implementation": "how transformers runs it",
+        "problem_type finetuning_task id2label label2id num_labels _num_labels": "for classification heads",
         "max_position_embeddings": "the recommended length, not a limit: rotary embeddings need no table of positions",
     }
 )

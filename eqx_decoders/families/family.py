@@ -139,7 +139,7 @@ class Family:
         return self.decode_fields(Fields(self.own_settings(content)))
 
     def for_config(self, content: Mapping[str, Any]) -> "Family":
-        """Return the family of a `config.json` with this model type: this family, a variant, or `self.scoring()`."""
+        """Return this family, or `self.scoring()` if `architectures` names a sequence classification class."""
         names = content.get("architectures")
         is_scorer = isinstance(names, list) and any(str(name).endswith(SCORER) for name in names)
         return self.scoring() if is_scorer else self

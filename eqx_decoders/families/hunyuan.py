@@ -16,11 +16,7 @@ def attention(shape: DecoderSizes, rope: Rope) -> AttentionConfig:
 
 
 NAMES = {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"}
-IGNORED_KEYS = {
-    "pretraining_tp": "training only",
-    "eod_token_id": "generation_config.json has the end-of-sequence tokens",
-    "sep_token_id": "it changes no output",
-}
+IGNORED_KEYS = {"eod_token_id": "generation_config.json has the end-of-sequence tokens"}
 
 
 # --- Hunyuan, dense: RoPE scaling by `alpha`, which increases the base ---

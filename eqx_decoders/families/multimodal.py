@@ -206,7 +206,7 @@ class MultimodalFamily(Family):
             copies={self._renamed(copy): self._renamed(name) for copy, name in text.copies.items()},
             renamed={**text.renamed, **self.renamed},
             with_depths=text.with_depths,
-            text=_unchanged_text(text, base) if self.reads_as_text else text,
+            text=_as_plain_text(text, base) if self.reads_as_text else text,
         )
 
     def _renamed(self, name: str) -> str:
@@ -244,10 +244,10 @@ def _text_type(family: Family) -> str | None:
     return next((row.family.model_type for row in family.settings if isinstance(row, _TextSettings)), None)
 
 
-def _unchanged_text(text: Family, base: Family) -> Family:
-    """Return the family that reads the settings and tensors of `text` as a model of `base`.
+def _as_plain_text(text: Family, base: Family) -> Family:
+    """Return a family that reads the settings and tensors of `text` as a text model of `base`.
 
-    The model has no positions with several dimensions, because all dimensions of a text token's position are equal.
+    A text token has the same position in all dimensions, so M-RoPE becomes plain RoPE.
     """
     return dataclasses.replace(
         base,

@@ -149,7 +149,7 @@ class FamilyRegistry(Mapping[str, Family]):
         for name in (family.model_type, *family.aliases):
             check(
                 name not in _MODULE_OF_TYPE,
-                f"Family.model_type={name!r} is the model type of a family of the library: use another name.",
+                f"Family.model_type or aliases: {name!r} belongs to a family of the library: use another name.",
             )
         self._registered[family.model_type] = self._add(family)
 

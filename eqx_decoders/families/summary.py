@@ -79,8 +79,8 @@ def describe_model(model: str | DecoderConfig, *, dtype: DTypeLike = jnp.bfloat1
 def active_parameters(model: Decoder) -> dict[str, int]:
     """Return the number of parameters of each weight that a token uses, by the path of the weight.
 
-    Experts count in proportion to the number of experts per token. Lookup tables other than the embedding count as 0,
-    because a token only reads a few of their rows.
+    Experts count in proportion to the number of experts per token. Tables of n-grams and of per-layer embeddings count
+    as 0, because a token only reads a few of their rows.
     """
     axis_names = axes(model)
     counts: dict[str, int] = {}
@@ -90,7 +90,8 @@ def active_parameters(model: Decoder) -> dict[str, int]:
         size = math.prod(leaf.shape)
         if first_axis == "experts" and len(own_axes) > 1:
             size = size * _experts_per_token(path, model.config) // leaf.shape[axis_names[path].index("experts")]
-        counts[path] = 0 if first_axis in ("vocab", "rows", "table_parts") and path != "embedding.table" else size
+        is_table = first_axis in ("vocab", "rows", "table_parts") and len(own_axes) > 1  # and not a bias of the head
+        counts[path] = 0 if is_table and path != "embedding.table" else size
     return counts
 
 

@@ -30,6 +30,11 @@ def test_published_sizes(name, total, active):
     assert str(info).startswith(f"{name}: {total:,.2f} B weights, {active:,.2f} B active; a cache in bfloat16 holds ")
 
 
+def test_the_bias_of_a_head_is_active():
+    info = ed.describe_model("gptj-6b")
+    assert info.active_parameters == info.parameters
+
+
 def test_what_a_cache_holds():
     """Of each token keys and values of full layers and its position; of each sequence those of windows."""
     config = rich_decoder(4)  # two layers with a window of 5, two without; 2 heads of 8 features

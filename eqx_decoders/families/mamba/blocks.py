@@ -120,7 +120,8 @@ def mamba_settings(
 ) -> Group:
     """Return the settings of `mamba`, a `Mamba2Config`. They must follow a `shape` with `embed_dim` and `eps`.
 
-    Raises ConversionError if the number of heads and their features do not agree with the features of all heads.
+    Reading raises ConversionError if the number of heads and their features do not agree with the features of all
+    heads.
 
     **Arguments:**
 
