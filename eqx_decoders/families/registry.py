@@ -147,9 +147,10 @@ class FamilyRegistry(Mapping[str, Family]):
         Raises ConfigError if the library has a family with this model type or one of the aliases.
         """
         for name in (family.model_type, *family.aliases):
+            field = "model_type" if name == family.model_type else "aliases"
             check(
                 name not in _MODULE_OF_TYPE,
-                f"Family.model_type or aliases: {name!r} belongs to a family of the library: use another name.",
+                f"Family.{field}={name!r} belongs to a family of the library: use another name.",
             )
         self._registered[family.model_type] = self._add(family)
 

@@ -118,7 +118,8 @@ class Completion(NamedTuple):
 
     **Arguments:**
 
-    - `rollout`: the sampled tokens. In an environment, the tokens of all turns after the first context.
+    - `rollout`: the sampled tokens. In an environment, the tokens of the turns after the first context (of the
+        first segment, if the episode has several).
     - `text`: the text that the reward function reads, without the token that ended it. In an environment, all turns.
     - `reward`: weighted sum of `rewards`; NaN if there is no reward.
     - `rewards`: rewards by name.

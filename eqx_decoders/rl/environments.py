@@ -535,7 +535,7 @@ class _OpenEpisodes:
         return results
 
     def renderings(self, encoder: ConversationEncoder) -> list[tuple[OpenEpisode, Any, Any]]:
-        """Return completed renderings, and start to render all waiting conversations in one process (0.1 s to start).
+        """Return completed renderings, and start to render all waiting conversations in a thread, unless it is busy.
 
         Each rendering comes with the rendering up to the last completion, or None.
         """

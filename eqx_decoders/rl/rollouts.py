@@ -214,7 +214,7 @@ class StepRollouts:
 
     **Arguments:**
 
-    - `settings_key`: hash of everything that completions depend on besides weights and prompts.
+    - `settings_key`: hash of everything that completions depend on besides the weights and the position in the prompts.
     """
 
     def __init__(

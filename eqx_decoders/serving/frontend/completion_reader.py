@@ -79,7 +79,7 @@ class CompletionReader:
 
     @property
     def may_reason(self) -> bool:
-        """Whether the model may reason before it completions."""
+        """Whether the model may reason before its content."""
         return self._format.is_harmony or self._format.reasoning is not None
 
     @property

@@ -246,8 +246,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         Tool calls are also constrained if the request has structured output: the completion is then a tool call, or
         matches the grammar.
 
-        `format`: tool-call format of the model; None: unknown. Raises ApiError if `tool_choice` or
-        `parallel_tool_calls` constrains the tool calls, and the format is unknown.
+        `format`: tool-call format of the model; None: tool calls are text. Raises ApiError if `tool_choice` or
+        `parallel_tool_calls` constrains the tool calls, and there is no format.
         """
         has_grammar = self.callable and self.grammar[1] is not None and format is not None
         if not self.constrains_calls and not has_grammar:
@@ -256,8 +256,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
             raise refuse(
                 "tool_choice" if self.allowed.restricts else "parallel_tool_calls",
                 self.tool_choice if self.allowed.restricts else self.parallel_tool_calls,
-                "is not supported, because the tool-call format of this model is unknown. "
-                "Start the server with --tool-call-parser",
+                "is not supported, because this server returns tool calls as text. "
+                "Start the server with --tool-call-parser and the name of a format",
                 "unsupported_parameter",
             )
         one_call = self.allowed.named or not self.parallel_tool_calls

@@ -57,7 +57,7 @@ class RunDirectory:
     """The directory `settings.run_dir`, for a run with these settings. Checkpoints may be in another directory.
 
     `RunDirectory.open` uses the settings saved in the directory. Files are read when they are needed, and only methods
-    whose names start with `save`, `write` or `restore` change files.
+    whose names start with `save`, `write` or `restore` change files of a run; `undo_on_failure` restores them.
     """
 
     settings: TrainConfig

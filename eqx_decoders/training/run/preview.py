@@ -65,7 +65,10 @@ def describe_data(settings: TrainConfig, *, color: bool = False) -> str:
 
 
 def _load_tokenizer(run: RunDirectory, source: Path, config: DecoderConfig) -> tuple[Tokenizer, ChatTemplate | None]:
-    """Load the tokenizer and chat template that the run has or will have. A new BPE is trained on less text."""
+    """Load the tokenizer and chat template of the run.
+
+    A new BPE is trained on less text than in the run, with at most 4,096 tokens unless `bpe_vocab_size` is set.
+    """
     settings = run.settings
     chat_template = settings.data.chat_template
     folder = run.path / "tokenizer"
