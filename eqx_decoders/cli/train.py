@@ -29,7 +29,7 @@ from eqx_decoders.io.processes import connected
 from eqx_decoders.io.program_cache import keep_programs
 from eqx_decoders.io.run_lock import check_run_dir
 from eqx_decoders.model.weight_table import describe
-from eqx_decoders.rl.methods import METHODS
+from eqx_decoders.rl.methods import train
 from eqx_decoders.training.config import (
     DataSettings,
     MethodSettings,
@@ -42,7 +42,6 @@ from eqx_decoders.training.config_file import flat_settings, with_settings
 from eqx_decoders.training.flags import flag, long_flag
 from eqx_decoders.training.methods.method_kinds import KINDS
 from eqx_decoders.training.run.directory import RunDirectory
-from eqx_decoders.training.run.loop import train
 from eqx_decoders.training.run.model import abstract_run
 from eqx_decoders.training.run.preview import describe_data
 from eqx_decoders.training.run.trackers import check_installed
@@ -107,7 +106,7 @@ def _train(config: TrainConfig) -> int:
         print(describe(abstract_run(RunDirectory(config), config.execution())))
         return 0
     keep_programs(config.data.cache_dir)
-    return train(config, METHODS)
+    return train(config)
 
 
 def parse(args: Sequence[str] | None = None, prog: str | None = None) -> TrainConfig:

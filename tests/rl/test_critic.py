@@ -26,7 +26,7 @@ from tests.compare import assert_allclose, assert_close
 from tests.errors import assert_names
 from tests.models import VOCAB, filled, rich_decoder
 from tests.rl.test_environment_run import GAMES
-from tests.rl.test_run import BASE, REWARDS, completions_of, train
+from tests.rl.test_run import BASE, completions_of, train, write_task
 
 
 CHATS = BASE.parent / "chats"  # has another vocabulary
@@ -35,11 +35,7 @@ NAMES = ("loss", "grad_norm", "reward", "value", "return", "explained_variance",
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("critic")
-    (folder / "rewards.py").write_text(REWARDS)
-    rows = [{"prompt": f"the cat {number}", "number": number} for number in range(10)]
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return folder
+    return write_task(tmp_path_factory.mktemp("critic"))
 
 
 def ppo(folder, name, *more, **changes):

@@ -38,7 +38,11 @@ def same(prompt, completion):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rl")
+    return write_task(tmp_path_factory.mktemp("rl"))
+
+
+def write_task(folder):
+    """Write prompts and their reward functions."""
     (folder / "rewards.py").write_text(REWARDS)
     rows = [{"prompt": f"the cat {number}", "number": number} for number in range(10)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eqx_decoders.io.huggingface.generation_config import read_generation_config
 from eqx_decoders.io.text.chat_template import load_chat_template
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.serving.frontend.prompts import TextFrontend
@@ -28,7 +27,6 @@ def chat_frontend(**changes: Any) -> TextFrontend:
         tokenizer=load_tokenizer(CHAT),
         chat=load_chat_template(CHAT),
         stop_ids=(257, 258),
-        defaults=read_generation_config(CHAT),
     )
     return dataclasses.replace(found, **changes)
 

@@ -14,7 +14,7 @@ from eqx_decoders.errors import ConfigError, missing_package
 from eqx_decoders.serving.frontend.api_errors import shown
 
 
-MAX_SHOWN = 80  # characters of a path in an error message
+MAX_PATH = 80  # characters of a path in an error message
 MAX_EXACT = 2**53  # llguidance reads numbers as 64-bit floats
 MAX_DEPTH = 200  # levels of nested schemas
 MAX_COMPARISONS = 20_000  # pairs of a declared name and a pattern in patternProperties
@@ -198,10 +198,10 @@ def _prepare(schema: Any, path: str, depth: int) -> Any:
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, dict):
-        where = "" if path == "$" else f" at `{path[:MAX_SHOWN]}`"
+        where = "" if path == "$" else f" at `{path[:MAX_PATH]}`"
         raise ConfigError(f"Invalid JSON Schema: expected an object{where}, got {shown(schema)}.")
     if depth > MAX_DEPTH:
-        raise ConfigError(f"Invalid JSON Schema: `{path[:MAX_SHOWN]}` has more than {MAX_DEPTH} levels.")
+        raise ConfigError(f"Invalid JSON Schema: `{path[:MAX_PATH]}` has more than {MAX_DEPTH} levels.")
     _check_shapes(schema, path)
     if schema.get("not") is True or schema.get("not") == {}:
         return False
@@ -215,7 +215,7 @@ def _prepare(schema: Any, path: str, depth: int) -> Any:
             if keyword in ("minContains", "maxContains") and "contains" not in schema:
                 continue
             raise ConfigError(
-                f"The JSON Schema is not supported: `{path[:MAX_SHOWN]}` has `{keyword}={shown(value)}`. Remove it."
+                f"The JSON Schema is not supported: `{path[:MAX_PATH]}` has `{keyword}={shown(value)}`. Remove it."
             )
         if keyword in SCHEMA_OBJECTS and isinstance(value, dict):
             prepared[keyword] = {
@@ -250,7 +250,7 @@ def _check_pattern(schema: Mapping[str, Any], path: str) -> None:
     pattern = schema.get("pattern")
     if isinstance(pattern, str) and _look_around.search(_literals.sub("", pattern)):
         raise ConfigError(
-            f"The JSON Schema is not supported: `{path[:MAX_SHOWN]}` has `pattern={shown(pattern)}` with look-around. "
+            f"The JSON Schema is not supported: `{path[:MAX_PATH]}` has `pattern={shown(pattern)}` with look-around. "
             "Remove the pattern, or write it without `(?=`, `(?!`, `(?<=` and `(?<!`."
         )
 
@@ -278,7 +278,7 @@ def _check_shapes(schema: Mapping[str, Any], path: str) -> None:
             continue
         if not good:
             raise ConfigError(
-                f"Invalid JSON Schema: `{path[:MAX_SHOWN]}` has `{keyword}={shown(value)}`, expected {expected}."
+                f"Invalid JSON Schema: `{path[:MAX_PATH]}` has `{keyword}={shown(value)}`, expected {expected}."
             )
 
 
@@ -293,7 +293,7 @@ def _check_numbers(schema: Mapping[str, Any], path: str) -> None:
             values += value.values()
         elif isinstance(value, int) and abs(value) > MAX_EXACT:
             raise ConfigError(
-                f"The JSON Schema is not supported: `{path[:MAX_SHOWN]}` has the number {shown(value)}. The largest "
+                f"The JSON Schema is not supported: `{path[:MAX_PATH]}` has the number {shown(value)}. The largest "
                 f"supported integer is {MAX_EXACT}. Use a string instead."
             )
 
@@ -307,7 +307,7 @@ def _check_min_properties(schema: Mapping[str, Any], path: str) -> None:
     num_required = len(_strings(schema.get("required")))
     if isinstance(minimum, int) and minimum > num_required + 1:
         raise ConfigError(
-            f"The JSON Schema is not supported: `{path[:MAX_SHOWN]}` has `minProperties={shown(minimum)}` and "
+            f"The JSON Schema is not supported: `{path[:MAX_PATH]}` has `minProperties={shown(minimum)}` and "
             f"{num_required} required properties. `minProperties` may be larger than this number by 1 at most. "
             "List more properties in `required`."
         )

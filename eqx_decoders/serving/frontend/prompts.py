@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.inference.text_model import TextModel
@@ -59,7 +58,6 @@ class TextFrontend:
 
     - `tokenizer`, `chat`: tokenizer and chat template of the model, as in `TextModel`.
     - `stop_ids`: tokens that end a completion.
-    - `defaults`: sampling settings published with the model.
     - `config`, `processor`, `directory`: configuration, processor and directory of a multimodal model; None for a text
         model.
     """
@@ -67,7 +65,6 @@ class TextFrontend:
     tokenizer: Tokenizer
     chat: ChatTemplate | None = None
     stop_ids: tuple[int, ...] = ()
-    defaults: GenerationConfig = GenerationConfig()
     config: DecoderConfig | None = None
     processor: Processor | None = None
     directory: str | None = None
@@ -135,7 +132,6 @@ def create_frontend(text: TextModel, *, special_tokens_in_content: bool = False)
         tokenizer=tokenizer,
         chat=text.chat,
         stop_ids=text.stop_ids,
-        defaults=text.model.generation_config,
         config=text.model.config if processor is not None else None,
         processor=processor,
         directory=None if processor is None or directory is None else str(directory),

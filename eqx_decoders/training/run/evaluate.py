@@ -123,13 +123,15 @@ class HeldOutEvaluation:
 
     def _method_metrics(self, method: Method, step: int, state: TrainState) -> None:
         """Compute the metrics of the run's method on the held-out sets; write, show and plot them."""
-        for name, batches in self._batches(step).items():
-            metrics = method.evaluate(state, batches)
-            suffix = f"/{name}" if name else ""
-            self.trackers.write({"step": step} | {f"eval_{key}{suffix}": value for key, value in metrics.items()})
-            text = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
-            self.show(f"step {step}: held-out {text} ({name})" if name else f"step {step}: held-out {text}")
-        self._close_batches()
+        try:
+            for name, batches in self._batches(step).items():
+                metrics = method.evaluate(state, batches)
+                suffix = f"/{name}" if name else ""
+                self.trackers.write({"step": step} | {f"eval_{key}{suffix}": value for key, value in metrics.items()})
+                text = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
+                self.show(f"step {step}: held-out {text} ({name})" if name else f"step {step}: held-out {text}")
+        finally:
+            self._close_batches()
         if self.run.is_writer and step:
             with errors_as_warnings("plotting the metrics", step, self.show, local=True):
                 method.plot()

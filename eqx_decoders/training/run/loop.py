@@ -55,15 +55,7 @@ from eqx_decoders.training.step.train_state import TrainState
 
 
 def train(config: TrainConfig, methods: Methods) -> int:
-    """Start or resume a run and train until its last step or a signal; return the exit code of the program.
-
-    In a run of several processes, all of them must call this. Raises the errors of `eqx_decoders.errors`. If a signal
-    arrives before the first step, it raises `Stopped`, which is a KeyboardInterrupt.
-
-    **Arguments:**
-
-    - `methods`: for each training method, the function that opens its data and makes its loss.
-    """
+    """Train as `rl.methods.train` describes, which passes all methods."""
     started = run_start()
     wall_time = WallTime("starting", started)
     if config.checkpoint_dir is not None and "://" not in config.checkpoint_dir:
