@@ -150,11 +150,16 @@ class Completion(NamedTuple):
         return sum(int(segment.sampled.sum()) for segment in self.segments)
 
     @property
-    def is_truncated(self) -> bool:
-        """Whether a limit ended the completion, rather than the model or its environment."""
+    def reached_token_limit(self) -> bool:
+        """Whether a limit of tokens ended the completion; in an environment, the episode."""
         if self.episode is None:
             return self.rollout.finish_reason == "length"
-        return self.episode.end in ("turns", "tokens")
+        return self.episode.end == "tokens"
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit of tokens or turns ended the completion, rather than the model or its environment."""
+        return self.reached_token_limit or (self.episode is not None and self.episode.end == "turns")
 
     def to_json(self) -> dict[str, Any]:
         """Return the completion as plain JSON, from which `from_json` restores an equal completion."""

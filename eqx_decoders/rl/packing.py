@@ -123,7 +123,7 @@ def step_advantages(
     """
     counted = np.asarray([not np.isnan(completion.reward) for completion in completions])
     if config.truncated == "mask":
-        counted &= np.asarray([completion.rollout.finish_reason != "length" for completion in completions])
+        counted &= np.asarray([not completion.reached_token_limit for completion in completions])
     advantages, returns = _advantages(config, completions, divergences, values)
     if config.whiten:
         advantages = _whiten_counted(advantages, counted)

@@ -213,7 +213,7 @@ def reward_metrics(completions: Sequence[Completion]) -> dict[str, float]:
         "reward_seconds_p99": float(np.quantile(seconds, 0.99)),
         "completion_tokens": float(lengths.mean()),
         "completion_tokens_max": float(lengths.max()),
-        "truncated": float(np.mean([completion.rollout.finish_reason == "length" for completion in completions])),
+        "truncated": float(np.mean([completion.reached_token_limit for completion in completions])),
         **_episode_metrics([completion.episode for completion in completions if completion.episode is not None]),
     }
     if not known.any():

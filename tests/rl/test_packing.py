@@ -12,7 +12,7 @@ import pytest
 from eqx_decoders.data.prompt_batches import Prompt
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.function_workers import CallResult
-from eqx_decoders.rl.completions import Completion, CompletionFiles, StepCompletions
+from eqx_decoders.rl.completions import Completion, CompletionFiles, Episode, Segment, StepCompletions
 from eqx_decoders.rl.packing import pack_completions, place_completions, possible_row_counts, step_advantages
 from eqx_decoders.rl.rewards import RewardFunction, reward_metrics
 from eqx_decoders.serving.rollouts import Rollout
@@ -63,6 +63,18 @@ def test_weights_of_a_step():
     white = numbers(RLConfig(samples=2, baseline="none", whiten=True))
     tokens = np.concatenate(white.advantages[:3])
     assert abs(tokens.mean()) < 1e-6 and tokens.std(ddof=1) == pytest.approx(1, abs=1e-6)
+
+
+def test_a_forked_episode_that_reaches_the_token_limit_is_truncated():
+    """Its first segment ended with a stop token; a limit of turns is not a limit of tokens."""
+    first, last = completion(0, 2), completion(0, 3, reason="length")
+    segments = tuple(Segment((9,), each.rollout, np.ones(len(each.rollout.tokens), bool)) for each in (first, last))
+    for end, truncated in (("tokens", 1.0), ("turns", 0.0), ("done", 0.0)):
+        forked = completion(0, 2, 1.0)._replace(episode=Episode(segments, turns=2, end=end))
+        group = [forked, completion(0, 1, 0.0)]
+        assert reward_metrics(group)["truncated"] == truncated / 2
+        assert (numbers(RLConfig(samples=2, truncated="mask"), group).weights[0] == 0) == bool(truncated)
+        assert forked.is_truncated == (end != "done")
 
 
 def test_rows_have_the_arrays_of_each_completion():

@@ -150,7 +150,8 @@ class RLConfig(CheckedFields):
     max_sampling_rounds: PositiveInt = 4
     """Maximum number of sampled prompts per step with dynamic sampling, as a multiple of `prompts`."""
     truncated: Literal["keep", "mask"] = "keep"
-    """Completions that reached max_new_tokens. keep: train on them; mask: no loss."""
+    """Completions that reached max_new_tokens, and episodes that reached episode_tokens. keep: train on them; mask: no
+    loss."""
     completions_per_row: PositiveInt = 16
     """Maximum number of completions in one sequence of a batch."""
     slots: PositiveInt = 32
