@@ -4,7 +4,7 @@ from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedGrid
 from eqx_decoders.families.common import plain_mlp
-from eqx_decoders.families.multimodal import attention, encoder_layer
+from eqx_decoders.families.multimodal import encoder_attention, encoder_layer
 from eqx_decoders.families.vision_fields import KERNEL, EncoderSizes
 from eqx_decoders.families.weight_rows import Weight, norm
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
@@ -44,7 +44,7 @@ def siglip_weights(prefix: str) -> tuple[Weight, ...]:
         ),
         *norm(layer + "layer_norm1", "vision.pre_mixer_norm"),
         *norm(layer + "layer_norm2", "vision.pre_mlp_norm"),
-        *attention(layer, out="out_proj"),
+        *encoder_attention(layer, out="out_proj"),
         *plain_mlp(layer + "mlp.", "vision.mlp.", "fc1", "fc2"),
         *norm(prefix + "post_layernorm", "vision.post_norm"),
     )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import LAYER, DecoderSizes, cycle_masks, decoder_sizes, llama_weights, renamed
+from eqx_decoders.families.common import LAYER, DecoderSizes, cycle_mask_settings, decoder_sizes, llama_weights, renamed
 from eqx_decoders.families.deepseek.blocks import MLP, v3_router
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
@@ -46,7 +46,7 @@ FAMILY = Family(
         *only(n_group=1, topk_group=1, num_expert_groups=1, num_limited_groups=1),
         *only(score_func="sigmoid", route_norm=True),
         decoder_sizes(head_dim=128, eps=1e-5),
-        cycle_masks(4, key="global_attn_every_n_layers", window=1024),
+        cycle_mask_settings(4, key="global_attn_every_n_layers", window=1024),
         *moe.expert_counts("num_experts", num=64, chosen=6, width=1408),
         moe.num_shared("num_shared_experts", 2),
         moe.num_dense_layers("num_dense_layers", 1),
@@ -69,7 +69,7 @@ FAMILY = Family(
 )
 
 
-_SETTINGS = dict(
+_BASE = dict(
     model_type="afmoe",
     vocab_size=200_192,
     mup_enabled=True,
@@ -82,15 +82,15 @@ _SETTINGS = dict(
 )
 
 MODELS = {
-    "trinity-nano-6b-a1b": _SETTINGS | dict(
+    "trinity-nano-6b-a1b": _BASE | dict(
         hidden_size=1024, num_hidden_layers=56, num_attention_heads=8, num_key_value_heads=2, intermediate_size=3072,
         moe_intermediate_size=256,
     ),
-    "trinity-mini-26b-a3b": _SETTINGS | dict(
+    "trinity-mini-26b-a3b": _BASE | dict(
         hidden_size=2048, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=4, intermediate_size=6144,
         moe_intermediate_size=1024,
     ),
-    "trinity-large-398b-a13b": _SETTINGS | dict(
+    "trinity-large-398b-a13b": _BASE | dict(
         hidden_size=3072, num_hidden_layers=60, num_attention_heads=48, num_key_value_heads=8, intermediate_size=12_288,
         moe_intermediate_size=3072, num_dense_layers=6, num_experts=256, num_experts_per_tok=4, route_scale=2.448,
         sliding_window=4096,

@@ -55,13 +55,13 @@ FAMILY = Family(
 )
 
 
-_SETTINGS = dict(model_type="apertus", vocab_size=131_072, num_key_value_heads=8)
+_BASE = dict(model_type="apertus", vocab_size=131_072, num_key_value_heads=8)
 
 MODELS = {
-    "apertus-8b": _SETTINGS | dict(
+    "apertus-8b": _BASE | dict(
         hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=21_504,
     ),
-    "apertus-70b": _SETTINGS | dict(
+    "apertus-70b": _BASE | dict(
         hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, intermediate_size=43_008,
     ),
 }  # fmt: skip

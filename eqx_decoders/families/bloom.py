@@ -24,7 +24,7 @@ def bloom(shape: DecoderSizes, *, keeps_normed: bool = False) -> DecoderConfig:
     return shape.decoder(block, layer_norm, embedding_norm=layer_norm)
 
 
-_KEYS = {
+_KEY_NAMES = {
     "num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "rms_norm_eps": "layer_norm_epsilon",
     **dict.fromkeys(("num_key_value_heads", "head_dim", "intermediate_size", "hidden_act", "attention_bias")),
 }  # fmt: skip
@@ -35,7 +35,7 @@ FAMILY = Family(
     settings=(
         Renamed({"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}),
         decoder_sizes(
-            mlp_dim=lambda values: 4 * values["embed_dim"], eps=1e-5, tied=True, activation="gelu_tanh", keys=_KEYS
+            mlp_dim=lambda values: 4 * values["embed_dim"], eps=1e-5, tied=True, activation="gelu_tanh", keys=_KEY_NAMES
         ),
         Flag("apply_residual_connection_post_layernorm", "blocks.0.residual.keeps_normed", False, name="keeps_normed"),
     ),
@@ -55,13 +55,13 @@ FAMILY = Family(
 )
 
 
-_SETTINGS = dict(model_type="bloom", vocab_size=250_880)
+_BASE = dict(model_type="bloom", vocab_size=250_880)
 
 MODELS = {
-    "bloom-560m": _SETTINGS | dict(hidden_size=1024, n_layer=24, n_head=16),
-    "bloom-1b1": _SETTINGS | dict(hidden_size=1536, n_layer=24, n_head=16),
-    "bloom-1b7": _SETTINGS | dict(hidden_size=2048, n_layer=24, n_head=16),
-    "bloom-3b": _SETTINGS | dict(hidden_size=2560, n_layer=30, n_head=32),
-    "bloom-7b1": _SETTINGS | dict(hidden_size=4096, n_layer=30, n_head=32),
-    "bloom-176b": _SETTINGS | dict(hidden_size=14_336, n_layer=70, n_head=112),
+    "bloom-560m": _BASE | dict(hidden_size=1024, n_layer=24, n_head=16),
+    "bloom-1b1": _BASE | dict(hidden_size=1536, n_layer=24, n_head=16),
+    "bloom-1b7": _BASE | dict(hidden_size=2048, n_layer=24, n_head=16),
+    "bloom-3b": _BASE | dict(hidden_size=2560, n_layer=30, n_head=32),
+    "bloom-7b1": _BASE | dict(hidden_size=4096, n_layer=30, n_head=32),
+    "bloom-176b": _BASE | dict(hidden_size=14_336, n_layer=70, n_head=112),
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from eqx_decoders.families.common import DecoderSizes, cycle_masks, decoder_sizes, llama_weights
+from eqx_decoders.families.common import DecoderSizes, cycle_mask_settings, decoder_sizes, llama_weights
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.setting_rows import Check, Flag, Inverse, Only, Setting, only
@@ -16,7 +16,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 def cohere_decoder(shape: DecoderSizes, mixers: Iterable[AttentionConfig], logit_divisor: float) -> DecoderConfig:
     """Return a decoder of Cohere blocks with the given mixer of each layer."""
     norm = LayerNormConfig(eps=shape.eps, bias=False)
-    blocks = (shape.block(mixer, norm=norm, parallel=1) for mixer in mixers)
+    blocks = (shape.block(mixer, norm=norm, parallel_norms=1) for mixer in mixers)
     return shape.decoder(blocks, norm, logit_divisor=logit_divisor)
 
 
@@ -61,7 +61,7 @@ COHERE = Family(
     ignored_keys=IGNORED_COHERE_KEYS,
 )
 
-_COHERE_KEYS = dict(
+_COHERE_BASE = dict(
     model_type="cohere",
     vocab_size=256_000,
     hidden_size=8192,
@@ -69,8 +69,8 @@ _COHERE_KEYS = dict(
     num_attention_heads=64,
 )
 
-_COHERE_35B = _COHERE_KEYS | dict(intermediate_size=22_528, rope_theta=8_000_000.0)
-_COHERE_32B = _COHERE_KEYS | dict(num_key_value_heads=8, intermediate_size=24_576, rope_theta=4_000_000.0)
+_COHERE_35B = _COHERE_BASE | dict(intermediate_size=22_528, rope_theta=8_000_000.0)
+_COHERE_32B = _COHERE_BASE | dict(num_key_value_heads=8, intermediate_size=24_576, rope_theta=4_000_000.0)
 
 
 # --- Command R7B and Command A: layers with windows and RoPE, full layers without RoPE ---
@@ -91,7 +91,7 @@ COHERE2 = Family(
             lambda values: values["shape"].head_dim * values["shape"].num_heads == values["shape"].embed_dim,
             "head_dim={shape.head_dim} must be hidden_size / num_attention_heads: transformers ignores other values.",
         ),
-        cycle_masks(4, key="sliding_window_pattern"),
+        cycle_mask_settings(4, key="sliding_window_pattern"),
         rope_settings(pairing="interleaved"),
     ),
     build=cohere2,
@@ -100,7 +100,7 @@ COHERE2 = Family(
 )
 
 
-_COHERE2_KEYS = dict(
+_COHERE2_BASE = dict(
     model_type="cohere2", vocab_size=256_000, num_key_value_heads=8, logit_scale=0.25, rope_theta=50_000.0
 )
 
@@ -110,24 +110,24 @@ FAMILIES = (COHERE, COHERE2)
 MODELS = {
     "command-r-35b": _COHERE_35B,
     "command-r-08-2024-32b": _COHERE_32B,
-    "command-r-plus-104b": _COHERE_KEYS | dict(
+    "command-r-plus-104b": _COHERE_BASE | dict(
         hidden_size=12_288, num_hidden_layers=64, num_attention_heads=96, num_key_value_heads=8,
         intermediate_size=33_792, logit_scale=0.8333333333333334, rope_theta=75_000_000.0, use_qk_norm=True,
     ),
-    "aya-23-8b": _COHERE_KEYS | dict(
+    "aya-23-8b": _COHERE_BASE | dict(
         hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14_336,
         rope_theta=10_000.0,
     ),
     "aya-23-35b": _COHERE_35B,
-    "aya-expanse-8b": _COHERE_KEYS | dict(
+    "aya-expanse-8b": _COHERE_BASE | dict(
         hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14_336,
         logit_scale=0.125, rope_theta=10_000.0,
     ),
     "aya-expanse-32b": _COHERE_32B,
-    "command-r7b": _COHERE2_KEYS | dict(
+    "command-r7b": _COHERE2_BASE | dict(
         hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=14_336,
     ),
-    "command-a-111b": _COHERE2_KEYS | dict(
+    "command-a-111b": _COHERE2_BASE | dict(
         hidden_size=12_288, num_hidden_layers=64, num_attention_heads=96, intermediate_size=36_864,
     ),
 }  # fmt: skip

@@ -115,7 +115,7 @@ class DecoderSizes:
         mlp: MLPConfig | ExpertsConfig | None = None,
         norm: NormConfig | None = None,
         norms: NormPlaces = "pre",
-        parallel: int = 0,
+        parallel_norms: int = 0,
         **options: Any,
     ) -> BlockConfig:
         """Return the configuration of a decoder block.
@@ -125,8 +125,8 @@ class DecoderSizes:
         - `mlp`: the MLP or experts; None: `self.mlp()`.
         - `norm`: the norms; None: `self.norm`.
         - `norms`: `"pre"` for norms before the mixer and the MLP, `"post"` for norms after them, `"sandwich"` for both.
-        - `parallel`: 0 if the MLP follows the mixer. Otherwise mixer and MLP read the same residual stream, through
-            one shared norm (1) or through separate norms (2).
+        - `parallel_norms`: 0 if the MLP follows the mixer. Otherwise mixer and MLP read the same residual stream,
+            through one shared norm (1) or through separate norms (2).
         - `options`: other fields of `BlockConfig`.
         """
         pre_norm = None if norms == "post" else norm or self.norm
@@ -134,10 +134,10 @@ class DecoderSizes:
         fields: dict[str, Any] = {
             "pre_mixer_norm": pre_norm,
             "post_mixer_norm": post_norm,
-            "pre_mlp_norm": None if parallel == 1 else pre_norm,
+            "pre_mlp_norm": None if parallel_norms == 1 else pre_norm,
             "post_mlp_norm": post_norm,
         }
-        if parallel:
+        if parallel_norms:
             fields["residual"] = Parallel()
         return BlockConfig(mixer=mixer, mlp=mlp or self.mlp(), **{**fields, **options})
 
@@ -300,7 +300,7 @@ def layer_type(mask: Mask) -> str:
     return LAYER_TYPES[type(mask)]
 
 
-def cycle_masks(period: int, *, key: str = "", window: int = 4096, default: int | None = None) -> Rule:
+def cycle_mask_settings(period: int, *, key: str = "", window: int = 4096, default: int | None = None) -> Rule:
     """Return the row of the value `masks`: causal in every `period`-th layer, sliding windows in all other layers.
 
     A key `layer_types` overrides this cycle.

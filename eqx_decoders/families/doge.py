@@ -212,7 +212,7 @@ FAMILY = Family(
 )  # fmt: skip
 
 
-_SETTINGS = dict(
+_BASE = dict(
     model_type="doge",
     vocab_size=32_768,
     max_position_embeddings=2048,
@@ -221,16 +221,16 @@ _SETTINGS = dict(
 )
 
 MODELS = {
-    "doge-20m": _SETTINGS | dict(
+    "doge-20m": _BASE | dict(
         hidden_size=256, num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=1, intermediate_size=512,
     ),
-    "doge-60m": _SETTINGS | dict(
+    "doge-60m": _BASE | dict(
         hidden_size=512, num_hidden_layers=16, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024,
     ),
-    "doge-160m": _SETTINGS | dict(
+    "doge-160m": _BASE | dict(
         hidden_size=768, num_hidden_layers=24, num_attention_heads=6, num_key_value_heads=3, intermediate_size=1536,
     ),
-    "doge-320m": _SETTINGS | dict(
+    "doge-320m": _BASE | dict(
         hidden_size=1024, num_hidden_layers=32, num_attention_heads=8, num_key_value_heads=4, intermediate_size=2048,
     ),
 }  # fmt: skip

@@ -132,7 +132,7 @@ ERNIE4_5_MOE = Family(
 )
 
 
-_MOE_SETTINGS = dict(model_type="ernie4_5_moe", vocab_size=103_424)
+_MOE_BASE = dict(model_type="ernie4_5_moe", vocab_size=103_424)
 
 
 FAMILIES = (ERNIE4_5, ERNIE4_5_MOE)
@@ -142,10 +142,10 @@ MODELS = {
         model_type="ernie4_5", vocab_size=103_424, hidden_size=1024, num_hidden_layers=18, num_attention_heads=16,
         intermediate_size=3072,
     ),
-    "ernie4.5-21b-a3b": _MOE_SETTINGS | dict(
+    "ernie4.5-21b-a3b": _MOE_BASE | dict(
         hidden_size=2560, num_hidden_layers=28, num_attention_heads=20, intermediate_size=12_288,
     ),
-    "ernie4.5-300b-a47b": _MOE_SETTINGS | dict(
+    "ernie4.5-300b-a47b": _MOE_BASE | dict(
         hidden_size=8192, num_hidden_layers=54, num_attention_heads=64, num_key_value_heads=8, intermediate_size=28_672,
         moe_intermediate_size=3584, moe_k=8, moe_layer_start_index=3, moe_num_shared_experts=0,
         tie_word_embeddings=False,

@@ -53,7 +53,7 @@ FAMILY = Family(
 )
 
 
-_SETTINGS = dict(
+_BASE = dict(
     model_type="exaone4",
     vocab_size=102_400,
     num_key_value_heads=8,
@@ -68,11 +68,11 @@ _SETTINGS = dict(
 )
 
 MODELS = {
-    "exaone4-1.2b": _SETTINGS | dict(
+    "exaone4-1.2b": _BASE | dict(
         hidden_size=2048, num_hidden_layers=30, num_attention_heads=32, intermediate_size=4096, sliding_window=None,
         tie_word_embeddings=True,
     ),
-    "exaone4-32b": _SETTINGS | dict(
+    "exaone4-32b": _BASE | dict(
         hidden_size=5120, num_hidden_layers=64, num_attention_heads=40, intermediate_size=27_392,
     ),
 }  # fmt: skip

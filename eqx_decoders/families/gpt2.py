@@ -172,7 +172,7 @@ GPT_BIGCODE = Family(
 )  # fmt: skip
 
 
-_BIGCODE_KEYS = dict(model_type="gpt_bigcode", vocab_size=49_152, n_positions=8192)
+_BIGCODE_BASE = dict(model_type="gpt_bigcode", vocab_size=49_152, n_positions=8192)
 
 
 # --- GPT-J: parallel attention and MLP with a shared norm, RoPE with interleaved pairs ---
@@ -182,7 +182,7 @@ def gptj(shape: DecoderSizes, *, rotary_dim: int = 64) -> DecoderConfig:
     """Return a decoder of GPT-J blocks, in which RoPE rotates the first `rotary_dim` features of each head."""
     norm = LayerNormConfig(eps=shape.eps)
     rope = Rope(fraction=rotary_dim / shape.head_dim, pairing="interleaved")
-    block = shape.block(shape.attention(rope=rope), shape.mlp(gated=False, bias=True), norm, parallel=1)
+    block = shape.block(shape.attention(rope=rope), shape.mlp(gated=False, bias=True), norm, parallel_norms=1)
     return shape.decoder(block, norm, head_bias=True)
 
 
@@ -214,11 +214,11 @@ MODELS = {
     "gpt2-medium": dict(model_type="gpt2", n_embd=1024, n_layer=24, n_head=16),
     "gpt2-large": dict(model_type="gpt2", n_embd=1280, n_layer=36, n_head=20),
     "gpt2-xl": dict(model_type="gpt2", n_embd=1600, n_layer=48, n_head=25),
-    "santacoder-1.1b": _BIGCODE_KEYS | dict(vocab_size=49_280, n_embd=2048, n_layer=24, n_head=16, n_positions=2048),
-    "starcoder-164m": _BIGCODE_KEYS | dict(n_layer=20),
-    "starcoder-1b": _BIGCODE_KEYS | dict(n_embd=2048, n_layer=24, n_head=16),
-    "starcoder-3b": _BIGCODE_KEYS | dict(n_embd=2816, n_layer=36, n_head=22),
-    "starcoder-7b": _BIGCODE_KEYS | dict(n_embd=4096, n_layer=42, n_head=32),
-    "starcoder-15b": _BIGCODE_KEYS | dict(n_embd=6144, n_layer=40, n_head=48),
+    "santacoder-1.1b": _BIGCODE_BASE | dict(vocab_size=49_280, n_embd=2048, n_layer=24, n_head=16, n_positions=2048),
+    "starcoder-164m": _BIGCODE_BASE | dict(n_layer=20),
+    "starcoder-1b": _BIGCODE_BASE | dict(n_embd=2048, n_layer=24, n_head=16),
+    "starcoder-3b": _BIGCODE_BASE | dict(n_embd=2816, n_layer=36, n_head=22),
+    "starcoder-7b": _BIGCODE_BASE | dict(n_embd=4096, n_layer=42, n_head=32),
+    "starcoder-15b": _BIGCODE_BASE | dict(n_embd=6144, n_layer=40, n_head=48),
     "gptj-6b": dict(model_type="gptj"),
 }  # fmt: skip

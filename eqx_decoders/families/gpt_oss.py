@@ -2,7 +2,7 @@
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import LAYER, DecoderSizes, cycle_masks, decoder_sizes, llama_weights
+from eqx_decoders.families.common import LAYER, DecoderSizes, cycle_mask_settings, decoder_sizes, llama_weights
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
 from eqx_decoders.families.setting_rows import Number, Only, Rule, Values
@@ -70,7 +70,7 @@ FAMILY = Family(
         Number("swiglu_limit", "experts.limit", 7.0),
         *moe.expert_counts("num_local_experts", num=128, chosen=4),
         Only("experts_per_token", lambda values: values["num_experts_per_token"]),  # older name of num_experts_per_tok
-        cycle_masks(2, window=128),
+        cycle_mask_settings(2, window=128),
         Rule("rope", _read_rope, write_rope),
     ),
     build=gpt_oss,
@@ -91,7 +91,7 @@ FAMILY = Family(
 )  # fmt: skip
 
 
-_SETTINGS = dict(
+_BASE = dict(
     model_type="gpt_oss",
     vocab_size=201_088,
     hidden_size=2880,
@@ -101,6 +101,6 @@ _SETTINGS = dict(
 )
 
 MODELS = {
-    "gpt-oss-20b": _SETTINGS | dict(num_hidden_layers=24, num_local_experts=32),
-    "gpt-oss-120b": _SETTINGS | dict(num_hidden_layers=36),
+    "gpt-oss-20b": _BASE | dict(num_hidden_layers=24, num_local_experts=32),
+    "gpt-oss-120b": _BASE | dict(num_hidden_layers=36),
 }  # fmt: skip

@@ -10,7 +10,7 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-def attention(shape: DecoderSizes, rope: Rope) -> AttentionConfig:
+def hunyuan_attention(shape: DecoderSizes, rope: Rope) -> AttentionConfig:
     """Return attention whose queries and keys are normalized after RoPE."""
     return shape.attention(rope=rope, qk_norm=QKNorm(norm=shape.norm, when="after_rope"))
 
@@ -24,7 +24,7 @@ IGNORED_KEYS = {"eod_token_id": "generation_config.json has the end-of-sequence 
 
 def hunyuan(shape: DecoderSizes, *, rope: Rope) -> DecoderConfig:
     """Return a decoder of Hunyuan blocks."""
-    return shape.decoder(shape.block(attention(shape, rope)))
+    return shape.decoder(shape.block(hunyuan_attention(shape, rope)))
 
 
 HUNYUAN = Family(
@@ -50,7 +50,7 @@ def hunyuan_moe(
         router=RouterConfig(order="score_first", renormalize=True),
         shared_dim=shape.mlp_dim,
     )
-    return shape.decoder(shape.block(attention(shape, rope), experts))
+    return shape.decoder(shape.block(hunyuan_attention(shape, rope), experts))
 
 
 _MLP = LAYER + "mlp."

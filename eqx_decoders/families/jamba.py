@@ -97,7 +97,7 @@ def _num_experts_per_token(config: DecoderConfig) -> int:
     return 1 if experts is None else experts.num_experts_per_token
 
 
-_KEYS = {
+_KEY_NAMES = {
     "expand": "mamba_expand", "intermediate_size": "", "state_size": "mamba_d_state",
     "time_step_rank": "mamba_dt_rank", "conv_kernel": "mamba_d_conv", "use_conv_bias": "mamba_conv_bias",
     "use_bias": "mamba_proj_bias",
@@ -110,7 +110,7 @@ FAMILY = Family(
         Only("hidden_act", "silu", written=True),
         Only("sliding_window"),
         Only("mamba_inner_layernorms", True),
-        mamba1_settings(Rule("norm", lambda fields, values: values["shape"].norm), keys=_KEYS),
+        mamba1_settings(Rule("norm", lambda fields, values: values["shape"].norm), keys=_KEY_NAMES),
         Integer("num_experts", _num_experts, 16, name="num_experts"),
         Integer("num_experts_per_tok", _num_experts_per_token, 2, name="num_experts_per_token"),
         Rule("full", _read_full, _write_full),
@@ -133,13 +133,13 @@ FAMILY = Family(
 )  # fmt: skip
 
 
-_SETTINGS = dict(model_type="jamba", vocab_size=65_536)
+_BASE = dict(model_type="jamba", vocab_size=65_536)
 
 MODELS = {
-    "jamba-52b-a12b": _SETTINGS | dict(
+    "jamba-52b-a12b": _BASE | dict(
         hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=14_336,
     ),
-    "jamba-398b-a94b": _SETTINGS | dict(
+    "jamba-398b-a94b": _BASE | dict(
         hidden_size=8192, num_hidden_layers=72, num_attention_heads=64, intermediate_size=24_576,
     ),
 }  # fmt: skip

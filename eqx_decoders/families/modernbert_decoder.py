@@ -79,7 +79,7 @@ def _write_masks(config: DecoderConfig) -> dict[str, Any]:
 
 
 _TRANSFORM = "head_transform."
-_KEYS = {
+_KEY_NAMES = {
     "hidden_act": "hidden_activation",
     "rms_norm_eps": "norm_eps",
     **dict.fromkeys(("num_key_value_heads", "head_dim")),
@@ -88,7 +88,7 @@ FAMILY = Family(
     model_type="modernbert-decoder",
     architecture="ModernBertDecoderForCausalLM",
     settings=(
-        decoder_sizes(eps=1e-5, tied=True, activation="gelu", keys=_KEYS),
+        decoder_sizes(eps=1e-5, tied=True, activation="gelu", keys=_KEY_NAMES),
         Rule("masks", _read_masks, _write_masks),
         Only("rope_scaling"),
         Only("causal_mask", True),
@@ -124,23 +124,23 @@ FAMILY = Family(
 )
 
 
-_SETTINGS = dict(
+_BASE = dict(
     model_type="modernbert-decoder",
     vocab_size=50_368,
     rope_parameters=dict(sliding_attention=dict(rope_theta=160_000.0)),
 )
 
 MODELS = {
-    "ettin-17m": _SETTINGS | dict(hidden_size=256, num_hidden_layers=7, num_attention_heads=4, intermediate_size=384),
-    "ettin-32m": _SETTINGS | dict(hidden_size=384, num_hidden_layers=10, num_attention_heads=6, intermediate_size=576),
-    "ettin-68m": _SETTINGS | dict(hidden_size=512, num_hidden_layers=19, num_attention_heads=8, intermediate_size=768),
-    "ettin-150m": _SETTINGS | dict(
+    "ettin-17m": _BASE | dict(hidden_size=256, num_hidden_layers=7, num_attention_heads=4, intermediate_size=384),
+    "ettin-32m": _BASE | dict(hidden_size=384, num_hidden_layers=10, num_attention_heads=6, intermediate_size=576),
+    "ettin-68m": _BASE | dict(hidden_size=512, num_hidden_layers=19, num_attention_heads=8, intermediate_size=768),
+    "ettin-150m": _BASE | dict(
         hidden_size=768, num_hidden_layers=22, num_attention_heads=12, intermediate_size=1152,
     ),
-    "ettin-400m": _SETTINGS | dict(
+    "ettin-400m": _BASE | dict(
         hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=2624,
     ),
-    "ettin-1b": _SETTINGS | dict(
+    "ettin-1b": _BASE | dict(
         hidden_size=1792, num_hidden_layers=28, num_attention_heads=28, intermediate_size=3840,
     ),
 }  # fmt: skip

@@ -23,7 +23,7 @@ def mpt(shape: DecoderSizes, *, clip: float | None = None, scale: float | None =
     return shape.decoder(shape.block(mixer, shape.mlp(gated=False), layer_norm), layer_norm)
 
 
-_KEYS = {
+_KEY_NAMES = {
     "hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
     "rms_norm_eps": "layer_norm_epsilon",
     **dict.fromkeys(("num_key_value_heads", "head_dim", "intermediate_size", "hidden_act", "attention_bias")),
@@ -35,9 +35,9 @@ FAMILY = Family(
     model_type="mpt",
     architecture="MptForCausalLM",
     settings=(
-        Renamed({key: _KEYS[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}),
+        Renamed({key: _KEY_NAMES[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}),
         decoder_sizes(
-            mlp_dim=lambda values: 4 * values["embed_dim"], eps=1e-5, tied=True, activation="gelu", keys=_KEYS
+            mlp_dim=lambda values: 4 * values["embed_dim"], eps=1e-5, tied=True, activation="gelu", keys=_KEY_NAMES
         ),
         Table(
             "attn_config",
@@ -76,9 +76,9 @@ FAMILY = Family(
 )
 
 
-_SETTINGS = dict(model_type="mpt", vocab_size=50_432, attn_config=dict())
+_BASE = dict(model_type="mpt", vocab_size=50_432, attn_config=dict())
 
 MODELS = {
-    "mpt-7b": _SETTINGS | dict(d_model=4096, n_layers=32, n_heads=32),
-    "mpt-30b": _SETTINGS | dict(d_model=7168, n_layers=48, n_heads=64),
+    "mpt-7b": _BASE | dict(d_model=4096, n_layers=32, n_heads=32),
+    "mpt-30b": _BASE | dict(d_model=7168, n_layers=48, n_heads=64),
 }  # fmt: skip

@@ -102,7 +102,8 @@ _OUTER_KEYS = {
 def nested(*outside: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
     """Return a function that moves the decoder's settings of a `config.json` to `text_config`.
 
-    Old files have the decoder's settings in the outer object, or in both objects.
+    Old files have the decoder's settings in the outer object, or in both objects. In these files the word embeddings
+    are tied if either object says so.
 
     `outside`: keys of the outer object that do not describe the decoder, in addition to common ones.
     """
@@ -323,7 +324,9 @@ def linear(name: str, path: str) -> tuple[Weight, ...]:
     )
 
 
-def attention(layer: str, name: str = "self_attn.", out: str = "o_proj", owner: str = "vision") -> tuple[Weight, ...]:
+def encoder_attention(
+    layer: str, name: str = "self_attn.", out: str = "o_proj", owner: str = "vision"
+) -> tuple[Weight, ...]:
     """Return the rows of the attention of an encoder, with separate projections of queries, keys and values.
 
     **Arguments:**

@@ -41,13 +41,13 @@ FAMILY = Family(
 )
 
 
-_SETTINGS = dict(model_type="nanochat", vocab_size=65_536)
+_BASE = dict(model_type="nanochat", vocab_size=65_536)
 
 MODELS = {
-    "nanochat-d20": _SETTINGS | dict(
+    "nanochat-d20": _BASE | dict(
         hidden_size=1280, num_hidden_layers=20, num_attention_heads=10, intermediate_size=5120,
     ),
-    "nanochat-d32": _SETTINGS | dict(
+    "nanochat-d32": _BASE | dict(
         hidden_size=2048, num_hidden_layers=32, num_attention_heads=16, intermediate_size=8192,
     ),
 }  # fmt: skip

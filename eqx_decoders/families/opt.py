@@ -77,7 +77,7 @@ def _read_rank(fields: Fields, values: Values) -> int | None:
     return None if features == values["shape"].embed_dim else features
 
 
-_KEYS = {
+_KEY_NAMES = {
     "intermediate_size": "ffn_dim",
     "hidden_act": "activation_function",
     "initializer_range": "init_std",
@@ -89,7 +89,7 @@ FAMILY = Family(
     model_type="opt",
     architecture="OPTForCausalLM",
     settings=(
-        decoder_sizes(tied=True, activation="relu", keys=_KEYS),
+        decoder_sizes(tied=True, activation="relu", keys=_KEY_NAMES),
         Integer("max_position_embeddings", "positions.max_positions", 2048, name="max_positions"),
         Flag("enable_bias", "attention.qkv_bias", True, name="bias"),
         Integer(
@@ -118,18 +118,18 @@ FAMILY = Family(
     ignored_keys={"dropout layerdrop activation_dropout": "dropout is used in training only"},
 )
 
-_SETTINGS = dict(model_type="opt", vocab_size=50_272)
+_BASE = dict(model_type="opt", vocab_size=50_272)
 
 MODELS = {
-    "opt-125m": _SETTINGS | dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, ffn_dim=3072),
-    "opt-350m": _SETTINGS | dict(
+    "opt-125m": _BASE | dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, ffn_dim=3072),
+    "opt-350m": _BASE | dict(
         hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, ffn_dim=4096, do_layer_norm_before=False,
         word_embed_proj_dim=512,
     ),
-    "opt-1.3b": _SETTINGS | dict(hidden_size=2048, num_hidden_layers=24, num_attention_heads=32, ffn_dim=8192),
-    "opt-2.7b": _SETTINGS | dict(hidden_size=2560, num_hidden_layers=32, num_attention_heads=32, ffn_dim=10_240),
-    "opt-6.7b": _SETTINGS | dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, ffn_dim=16_384),
-    "opt-13b": _SETTINGS | dict(hidden_size=5120, num_hidden_layers=40, num_attention_heads=40, ffn_dim=20_480),
-    "opt-30b": _SETTINGS | dict(hidden_size=7168, num_hidden_layers=48, num_attention_heads=56, ffn_dim=28_672),
-    "opt-66b": _SETTINGS | dict(hidden_size=9216, num_hidden_layers=64, num_attention_heads=72, ffn_dim=36_864),
+    "opt-1.3b": _BASE | dict(hidden_size=2048, num_hidden_layers=24, num_attention_heads=32, ffn_dim=8192),
+    "opt-2.7b": _BASE | dict(hidden_size=2560, num_hidden_layers=32, num_attention_heads=32, ffn_dim=10_240),
+    "opt-6.7b": _BASE | dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, ffn_dim=16_384),
+    "opt-13b": _BASE | dict(hidden_size=5120, num_hidden_layers=40, num_attention_heads=40, ffn_dim=20_480),
+    "opt-30b": _BASE | dict(hidden_size=7168, num_hidden_layers=48, num_attention_heads=56, ffn_dim=28_672),
+    "opt-66b": _BASE | dict(hidden_size=9216, num_hidden_layers=64, num_attention_heads=72, ffn_dim=36_864),
 }  # fmt: skip

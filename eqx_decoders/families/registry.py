@@ -152,6 +152,8 @@ class FamilyRegistry(Mapping[str, Family]):
                 name not in _MODULE_OF_TYPE,
                 f"Family.{field}={name!r} belongs to a family of the library: use another name.",
             )
+        replaced = self._registered.pop(family.model_type, None)
+        self._families = {name: other for name, other in self._families.items() if other is not replaced}
         self._registered[family.model_type] = self._add(family)
 
     def _add(self, family: Family) -> Family:

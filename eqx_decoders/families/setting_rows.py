@@ -136,7 +136,8 @@ class Key(Setting):
 
     - `key`: the key. Empty: the family has no such key, and the value is always `default`.
     - `path`: path of the value in a configuration. None: the key is not written.
-    - `default`: value if the key is missing or null. If it is omitted, the key is required.
+    - `default`: value if the key is missing or null; of a `Word`, a string of `known`. If it is omitted, the key is
+        required.
     - `name`: name of the value; the last word of `path` by default.
     - `null`: value if the key is null; `default` if it is omitted.
     - `twin`: a second key with the same value; both keys are read and written.
@@ -485,7 +486,9 @@ class Table(Setting):
         return [setting for setting in self.settings if isinstance(setting, Group)]
 
     def write(self, config: Any) -> dict[str, Any]:
-        if not self.what and all(value_at(config, group.path or "") is None for group in self._groups):
+        if not self.what and all(
+            group.path is not None and value_at(config, group.path) is None for group in self._groups
+        ):
             return {self.key: None}
         model_type = {} if self.model_type is None else {"model_type": self.model_type}
         return {self.key: model_type | write_all(self.settings, config)}

@@ -30,7 +30,7 @@ def stablelm(
     norm = LayerNormConfig(eps=shape.eps)
     head_norm = QKNorm(norm=LayerNormConfig(eps=shape.eps, bias=False), over="each_head") if qk_norm else None
     mixer = shape.attention(rope=rope, qkv_bias=qkv_bias, qk_norm=head_norm)
-    return shape.decoder(shape.block(mixer, norm=norm, parallel=int(parallel)), norm)
+    return shape.decoder(shape.block(mixer, norm=norm, parallel_norms=int(parallel)), norm)
 
 
 _ATTENTION = LAYER + "self_attn."
@@ -53,17 +53,17 @@ FAMILY = Family(
 )
 
 
-_SETTINGS = dict(model_type="stablelm", num_attention_heads=32)
+_BASE = dict(model_type="stablelm", num_attention_heads=32)
 
 MODELS = {
-    "stablelm-3b": _SETTINGS | dict(vocab_size=50_304, hidden_size=2560, num_hidden_layers=32, intermediate_size=6912),
-    "stable-code-3b": _SETTINGS | dict(
+    "stablelm-3b": _BASE | dict(vocab_size=50_304, hidden_size=2560, num_hidden_layers=32, intermediate_size=6912),
+    "stable-code-3b": _BASE | dict(
         vocab_size=50_304, hidden_size=2560, num_hidden_layers=32, intermediate_size=6912, rope_theta=1_000_000.0,
     ),
-    "stablelm2-1.6b": _SETTINGS | dict(
+    "stablelm2-1.6b": _BASE | dict(
         vocab_size=100_352, hidden_size=2048, num_hidden_layers=24, intermediate_size=5632, use_qkv_bias=True,
     ),
-    "stablelm2-12b": _SETTINGS | dict(
+    "stablelm2-12b": _BASE | dict(
         vocab_size=100_352, hidden_size=5120, num_hidden_layers=40, num_key_value_heads=8, intermediate_size=13_824,
         qk_layernorm=True, use_parallel_residual=True,
     ),

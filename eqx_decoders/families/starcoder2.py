@@ -39,18 +39,18 @@ FAMILY = Family(
 )  # fmt: skip
 
 
-_SETTINGS = dict(model_type="starcoder2", vocab_size=49_152, initializer_range=0.018042, sliding_window=4096)
+_BASE = dict(model_type="starcoder2", vocab_size=49_152, initializer_range=0.018042, sliding_window=4096)
 
 MODELS = {
-    "starcoder2-3b": _SETTINGS | dict(
+    "starcoder2-3b": _BASE | dict(
         hidden_size=3072, num_hidden_layers=30, num_attention_heads=24, intermediate_size=12_288,
         rope_theta=999_999.4420358813,
     ),
-    "starcoder2-7b": _SETTINGS | dict(
+    "starcoder2-7b": _BASE | dict(
         hidden_size=4608, num_hidden_layers=32, num_attention_heads=36, num_key_value_heads=4, intermediate_size=18_432,
         rope_theta=1_000_000.0,
     ),
-    "starcoder2-15b": _SETTINGS | dict(
+    "starcoder2-15b": _BASE | dict(
         hidden_size=6144, num_hidden_layers=40, num_attention_heads=48, num_key_value_heads=4, intermediate_size=24_576,
         initializer_range=0.01275, rope_theta=100_000.0, tie_word_embeddings=False,
     ),

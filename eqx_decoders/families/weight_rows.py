@@ -40,7 +40,10 @@ class Weight:
 
     - `name`: name of the tensor. `{layer}`, `{expert}`, `{head}`, `{kv_head}` and `{table_part}` stand for indices.
         `{depth}` is the index of a layer of multi-token prediction, if a checkpoint counts these layers separately.
-        `{stage}` and `{block}` are the indices of a layer in an encoder with stages.
+        `{stage}` and `{block}` are the indices of a layer in an encoder with stages. `{part}` is the index of a block
+        in its layer, if a checkpoint counts several blocks as one layer (see `Family.blocks_per_layer`). If layers
+        share weights, `{owner}` is the layer that stores these weights, and `{use}` is the index of a layer among the
+        layers that use them.
     - `path`: path of the weight: in its block if `name` contains the index of a layer, otherwise in the decoder. Paths
         in a block of an encoder start with the name of the encoder: `vision.mixer.query`.
     - `pattern`: pattern for `einops.rearrange`, from the dimensions of the tensor to those of the weight. If the tensor
@@ -285,6 +288,6 @@ class WeightMapping:
         return tuple(tuple(group.strip("()").split()) for group in re.findall(r"\([^)]*\)|\S+", left))
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def axes(self) -> tuple[str, ...]:
         """Axis names of the weight, without the leading axes of `stack`."""
         return tuple(self.pattern.split("->")[1].split())

@@ -143,7 +143,7 @@ def _in_mixer(path: str) -> Any:
     return lambda config: functools.reduce(getattr, path.split("."), _hybrid_mixer(config))
 
 
-_KEYS = {
+_KEY_NAMES = {
     "mamba_n_heads": "n_mamba_heads", "mamba_d_head": "mamba_headdim", "mamba_n_groups": "mamba_ngroups",
     "mamba_conv_bias": "", "mamba_proj_bias": "add_bias_linear",
 }  # fmt: skip
@@ -211,7 +211,7 @@ FAMILY = Family(
     architecture="Zamba2ForCausalLM",
     settings=(
         Group("shape", MambaSizes, _SHAPE),
-        mamba_settings(key_dim=64, keys=_KEYS, more=(_EPS,), step=Number("time_step_min", "mamba.dt_min", 0.001)),
+        mamba_settings(key_dim=64, keys=_KEY_NAMES, more=(_EPS,), step=Number("time_step_min", "mamba.dt_min", 0.001)),
         Group("transformer", shared_transformer, _TRANSFORMER, uses=("shape",)),
         Only("add_bias_linear", False),
         Only("use_long_context", False, written=True),

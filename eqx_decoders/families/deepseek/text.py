@@ -67,7 +67,7 @@ V2 = Family(
 )
 
 
-_V2_KEYS = dict(
+_V2_BASE = dict(
     model_type="deepseek_v2",
     vocab_size=102_400,
     first_k_dense_replace=1,
@@ -98,7 +98,7 @@ V3 = Family(
 )
 
 
-_V3_KEYS = dict(model_type="deepseek_v3", hidden_size=7168, num_hidden_layers=61, intermediate_size=18_432)
+_V3_BASE = dict(model_type="deepseek_v3", hidden_size=7168, num_hidden_layers=61, intermediate_size=18_432)
 
 
 # --- V3.2: V3's blocks with sparse attention; an indexer selects the keys ---
@@ -144,22 +144,22 @@ V32 = Family(
 FAMILIES = (V2, V3, V32)
 
 MODELS = {
-    "deepseek2-16b": _V2_KEYS | dict(
+    "deepseek2-16b": _V2_BASE | dict(
         hidden_size=2048, num_hidden_layers=27, num_attention_heads=16, intermediate_size=10_944,
         moe_intermediate_size=1408, q_lora_rank=None,
     ),
-    "deepseek2-236b": _V2_KEYS | dict(
+    "deepseek2-236b": _V2_BASE | dict(
         hidden_size=5120, num_hidden_layers=60, num_attention_heads=128, intermediate_size=12_288,
         moe_intermediate_size=1536, n_group=8, n_routed_experts=160, routed_scaling_factor=16.0, topk_group=3,
         topk_method="group_limited_greedy",
     ),
-    "deepseek3-671b": _V3_KEYS | dict(
+    "deepseek3-671b": _V3_BASE | dict(
         vocab_size=129_280, num_attention_heads=128,
         rope_scaling=dict(
             factor=40.0, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=4096, rope_type="yarn",
         ),
     ),
-    "kimi-k2-1t": _V3_KEYS | dict(
+    "kimi-k2-1t": _V3_BASE | dict(
         vocab_size=163_840, num_attention_heads=64, first_k_dense_replace=1, n_group=1, n_routed_experts=384,
         rope_scaling=dict(
             beta_fast=1.0, factor=32.0, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=4096,

@@ -147,7 +147,7 @@ FAMILY = Family(
 )
 
 
-_SETTINGS = dict(
+_BASE = dict(
     model_type="falcon_h1",
     num_key_value_heads=2,
     head_dim=128,
@@ -156,15 +156,15 @@ _SETTINGS = dict(
 )
 
 MODELS = {
-    "falcon-h1-0.5b": _SETTINGS | dict(
+    "falcon-h1-0.5b": _BASE | dict(
         vocab_size=32_784, hidden_size=1024, num_hidden_layers=36, num_attention_heads=8, head_dim=64,
         intermediate_size=2048, mamba_d_ssm=1536, mamba_d_state=128,
     ),
-    "falcon-h1-7b": _SETTINGS | dict(
+    "falcon-h1-7b": _BASE | dict(
         vocab_size=130_049, hidden_size=3072, num_hidden_layers=44, num_attention_heads=12, intermediate_size=12_288,
         mamba_d_ssm=3072,
     ),
-    "falcon-h1-34b": _SETTINGS | dict(
+    "falcon-h1-34b": _BASE | dict(
         vocab_size=261_120, hidden_size=5120, num_hidden_layers=72, num_attention_heads=20, num_key_value_heads=4,
         intermediate_size=21_504, mamba_d_ssm=4096, mamba_n_groups=2, mamba_n_heads=32, mamba_norm_before_gate=False,
         mamba_rms_norm=True,

@@ -34,7 +34,7 @@ def falcon(shape: DecoderSizes, *, rope: Rope = Rope(), norms: int = 1, alibi: b
         mixer = shape.attention(rope=None, alibi=Alibi(scale=shape.head_dim**-0.5, rounded=True))
     else:
         mixer = shape.attention(rope=rope)
-    return shape.decoder(shape.block(mixer, mlp, layer_norm, parallel=norms), layer_norm)
+    return shape.decoder(shape.block(mixer, mlp, layer_norm, parallel_norms=norms), layer_norm)
 
 
 def _num_kv_heads(values: Values) -> int:
@@ -109,26 +109,26 @@ FAMILY = Family(
 )  # fmt: skip
 
 
-_SETTINGS = dict(model_type="falcon", vocab_size=65_024)
+_BASE = dict(model_type="falcon", vocab_size=65_024)
 
 MODELS = {
-    "falcon-7b": _SETTINGS | dict(hidden_size=4544, num_hidden_layers=32, num_attention_heads=71),
-    "falcon-40b": _SETTINGS | dict(
+    "falcon-7b": _BASE | dict(hidden_size=4544, num_hidden_layers=32, num_attention_heads=71),
+    "falcon-40b": _BASE | dict(
         hidden_size=8192, num_hidden_layers=60, num_attention_heads=128, num_kv_heads=8, new_decoder_architecture=True,
     ),
-    "falcon-180b": _SETTINGS | dict(
+    "falcon-180b": _BASE | dict(
         hidden_size=14_848, num_hidden_layers=80, num_attention_heads=232, num_kv_heads=8,
         new_decoder_architecture=True,
     ),
-    "falcon-rw-1b": _SETTINGS | dict(
+    "falcon-rw-1b": _BASE | dict(
         vocab_size=50_304, hidden_size=2048, num_hidden_layers=24, num_attention_heads=32, alibi=True, bias=True,
         multi_query=False, parallel_attn=False,
     ),
-    "falcon-rw-7b": _SETTINGS | dict(
+    "falcon-rw-7b": _BASE | dict(
         hidden_size=4096, num_hidden_layers=36, num_attention_heads=64, alibi=True, bias=True, multi_query=False,
         parallel_attn=False,
     ),
-    "falcon2-11b": _SETTINGS | dict(
+    "falcon2-11b": _BASE | dict(
         hidden_size=4096, num_hidden_layers=60, num_attention_heads=32, num_kv_heads=8, new_decoder_architecture=True,
         num_ln_in_parallel_attn=1, rope_theta=500_042.0, tie_word_embeddings=False,
     ),

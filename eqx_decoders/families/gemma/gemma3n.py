@@ -10,7 +10,7 @@ from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.core.config_reader import Fields, abbreviate
-from eqx_decoders.families.common import LAYER, DecoderSizes, cycle_masks, llama_weights
+from eqx_decoders.families.common import LAYER, DecoderSizes, cycle_mask_settings, llama_weights
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.gemma.altup import AltUp, Laurel
 from eqx_decoders.families.gemma.text import (
@@ -198,7 +198,7 @@ FAMILY = Family(
         ),
         Rule("sparsity", _read_sparsity, _write_sparsity),
         RopesByLayer(theta=1e6, local_theta=10_000.0, local_key="rope_local_base_freq"),
-        cycle_masks(5, window=512, default=512),
+        cycle_mask_settings(5, window=512, default=512),
         *shared_key_settings(15),
         Group("per_layer", gemma3n_per_layer_embedding, _PER_LAYER, uses=("shape",), path="per_layer_embedding"),
         Group("residual", gemma3n_residual, _RESIDUAL, uses=("shape",), path="residual"),

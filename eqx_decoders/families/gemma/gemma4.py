@@ -308,26 +308,26 @@ FAMILY = Family(
 )
 
 
-_SETTINGS = dict(model_type="gemma4_text", vocab_size=262_144, final_logit_softcapping=30.0)
+_BASE = dict(model_type="gemma4_text", vocab_size=262_144, final_logit_softcapping=30.0)
 
 MODELS = {
-    "gemma4-e2b": _SETTINGS | dict(
+    "gemma4-e2b": _BASE | dict(
         hidden_size=1536, num_hidden_layers=35, num_attention_heads=8, num_key_value_heads=1, intermediate_size=6144,
         layer_types=["full_attention" if layer % 5 == 4 else "sliding_attention" for layer in range(35)],
         num_kv_shared_layers=20, use_double_wide_mlp=True,
     ),
-    "gemma4-e4b": _SETTINGS | dict(
+    "gemma4-e4b": _BASE | dict(
         hidden_size=2560, num_hidden_layers=42, num_attention_heads=8, num_key_value_heads=2, intermediate_size=10_240,
         num_kv_shared_layers=18,
     ),
-    "gemma4-26b": _SETTINGS | dict(
+    "gemma4-26b": _BASE | dict(
         hidden_size=2816, num_hidden_layers=30, num_attention_heads=16, num_key_value_heads=8, intermediate_size=2112,
         attention_k_eq_v=True, enable_moe_block=True, hidden_size_per_layer_input=0, moe_intermediate_size=704,
         num_experts=128,
         per_layer_config={str(layer): dict(head_dim=512, num_key_value_heads=2) for layer in range(5, 30, 6)},
         sliding_window=1024, top_k_experts=8,
     ),
-    "gemma4-31b": _SETTINGS | dict(
+    "gemma4-31b": _BASE | dict(
         hidden_size=5376, num_hidden_layers=60, num_attention_heads=32, num_key_value_heads=16,
         intermediate_size=21_504, attention_k_eq_v=True, hidden_size_per_layer_input=0,
         per_layer_config={str(layer): dict(head_dim=512, num_key_value_heads=4) for layer in range(5, 60, 6)},

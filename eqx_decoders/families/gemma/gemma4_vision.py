@@ -24,7 +24,14 @@ from eqx_decoders.families.gemma.audio import (
     maybe_clipped,
 )
 from eqx_decoders.families.gemma.text import unused_kv_tensors
-from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, attention, linear, token, with_spans
+from eqx_decoders.families.multimodal import (
+    ExtendedModel,
+    MultimodalFamily,
+    encoder_attention,
+    linear,
+    token,
+    with_spans,
+)
 from eqx_decoders.families.setting_rows import (
     ABSENT,
     Check,
@@ -258,7 +265,7 @@ _WEIGHTS = (
         "vision.stem.positions.table",
         "coordinates positions embed -> coordinates positions embed",
     ),
-    *_maybe_clipped(attention(_LAYER)),
+    *_maybe_clipped(encoder_attention(_LAYER)),
     *_maybe_clipped(gated_mlp(_LAYER + "mlp.", "vision.mlp.")),
     *norm_weights(_LAYER, **_NORMS),
     Weight("model.vision_tower.std_bias", "vision.projector.bias", "norm -> norm"),

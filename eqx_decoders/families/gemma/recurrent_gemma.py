@@ -110,7 +110,7 @@ def _recurrence_weights(prefix: str) -> tuple[Weight, ...]:
     )
 
 
-_KEYS = {"hidden_act": "hidden_activation", "initializer_range": None}
+_KEY_NAMES = {"hidden_act": "hidden_activation", "initializer_range": None}
 _PATHS = {"intermediate_size": lambda config: 2 * value_at(config, "blocks.0.mlp.mlp_dim")}
 FAMILY = Family(
     model_type="recurrent_gemma",
@@ -119,7 +119,7 @@ FAMILY = Family(
         Renamed({"_block_types": "block_types"}),
         Only("embeddings_scale_by_sqrt_dim", True),
         Rule("", _halve_intermediate_size),
-        decoder_sizes(tied=True, activation="gelu_pytorch_tanh", keys=_KEYS, paths=_PATHS),
+        decoder_sizes(tied=True, activation="gelu_pytorch_tanh", keys=_KEY_NAMES, paths=_PATHS),
         Rule("cycle", _read_cycle, _write_cycle),
         Group(
             "recurrence",
@@ -147,13 +147,13 @@ FAMILY = Family(
 )
 
 
-_SETTINGS = dict(model_type="recurrent_gemma", vocab_size=256_000, num_key_value_heads=1)
+_BASE = dict(model_type="recurrent_gemma", vocab_size=256_000, num_key_value_heads=1)
 
 MODELS = {
-    "recurrentgemma-2b": _SETTINGS | dict(
+    "recurrentgemma-2b": _BASE | dict(
         hidden_size=2560, num_hidden_layers=26, num_attention_heads=10, intermediate_size=15_360,
     ),
-    "recurrentgemma-9b": _SETTINGS | dict(
+    "recurrentgemma-9b": _BASE | dict(
         hidden_size=4096, num_hidden_layers=38, num_attention_heads=16, intermediate_size=24_576,
     ),
 }  # fmt: skip

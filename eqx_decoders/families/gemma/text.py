@@ -16,7 +16,7 @@ from eqx_decoders.families.common import (
     DecoderSizes,
     NormPlaces,
     attentions,
-    cycle_masks,
+    cycle_mask_settings,
     decoder_sizes,
     llama_weights,
 )
@@ -103,7 +103,7 @@ _SHARED_SETTINGS = (
 )
 _GEMMA2_SETTINGS = (
     *_SHARED_SETTINGS,
-    cycle_masks(2, default=4096),
+    cycle_mask_settings(2, default=4096),
     rope_settings(),
     Number("attn_logit_softcapping", "attention.soft_cap", 50.0, null=None, name="attention_cap"),
     Number("final_logit_softcapping", "logit_soft_cap", 30.0, null=None, name="logit_cap"),
@@ -220,7 +220,7 @@ GEMMA = Family(
 )
 
 
-_GEMMA_KEYS = dict(model_type="gemma", vocab_size=256_128)
+_GEMMA_BASE = dict(model_type="gemma", vocab_size=256_128)
 
 
 # --- Gemma 2: norms before and after attention and MLP, soft caps, and a window in every other layer ---
@@ -236,7 +236,7 @@ GEMMA2 = Family(
 )
 
 
-_GEMMA2_KEYS = dict(model_type="gemma2", vocab_size=256_128)
+_GEMMA2_BASE = dict(model_type="gemma2", vocab_size=256_128)
 
 
 # --- VaultGemma, trained with differential privacy: Gemma 2 with norms only before attention and MLP ---
@@ -287,7 +287,7 @@ GEMMA3 = Family(
         *_SHARED_SETTINGS,
         Only("attn_logit_softcapping", written=True),  # transformers writes this key, but does not use it
         RopesByLayer(theta=1e6, local_theta=10_000.0, local_key="rope_local_base_freq"),
-        cycle_masks(6, key="sliding_window_pattern", default=4096),
+        cycle_mask_settings(6, key="sliding_window_pattern", default=4096),
         Number("final_logit_softcapping", "logit_soft_cap", None, name="logit_cap"),
     ),
     build=gemma3,
@@ -296,25 +296,25 @@ GEMMA3 = Family(
 )
 
 
-_GEMMA3_KEYS = dict(model_type="gemma3_text", vocab_size=262_144, sliding_window=1024)
+_GEMMA3_BASE = dict(model_type="gemma3_text", vocab_size=262_144, sliding_window=1024)
 
 
 FAMILIES = (GEMMA, GEMMA2, VAULTGEMMA, GEMMA3)
 
 MODELS = {
-    "gemma-2b": _GEMMA_KEYS | dict(
+    "gemma-2b": _GEMMA_BASE | dict(
         hidden_size=2048, num_hidden_layers=18, num_attention_heads=8, num_key_value_heads=1, intermediate_size=16_384,
     ),
-    "gemma-7b": _GEMMA_KEYS | dict(
+    "gemma-7b": _GEMMA_BASE | dict(
         hidden_size=3072, num_hidden_layers=28, num_attention_heads=16, intermediate_size=24_576,
     ),
-    "gemma2-2b": _GEMMA2_KEYS | dict(
+    "gemma2-2b": _GEMMA2_BASE | dict(
         hidden_size=2304, num_hidden_layers=26, num_attention_heads=8, intermediate_size=9216,
     ),
-    "gemma2-9b": _GEMMA2_KEYS | dict(
+    "gemma2-9b": _GEMMA2_BASE | dict(
         hidden_size=3584, num_hidden_layers=42, num_attention_heads=16, num_key_value_heads=8, intermediate_size=14_336,
     ),
-    "gemma2-27b": _GEMMA2_KEYS | dict(
+    "gemma2-27b": _GEMMA2_BASE | dict(
         hidden_size=4608, num_hidden_layers=46, num_attention_heads=32, num_key_value_heads=16, head_dim=128,
         intermediate_size=36_864, query_pre_attn_scalar=144,
     ),
@@ -322,19 +322,19 @@ MODELS = {
         model_type="vaultgemma", vocab_size=256_000, hidden_size=1152, num_hidden_layers=26, num_attention_heads=4,
         intermediate_size=6912, sliding_window=512,
     ),
-    "gemma3-1b": _GEMMA3_KEYS | dict(
+    "gemma3-1b": _GEMMA3_BASE | dict(
         hidden_size=1152, num_hidden_layers=26, num_attention_heads=4, num_key_value_heads=1, intermediate_size=6912,
         sliding_window=512,
     ),
-    "gemma3-4b": _GEMMA3_KEYS | dict(
+    "gemma3-4b": _GEMMA3_BASE | dict(
         hidden_size=2560, num_hidden_layers=34, num_attention_heads=8, intermediate_size=10_240,
         rope_parameters=dict(full_attention=dict(factor=8.0, rope_type="linear")),
     ),
-    "gemma3-12b": _GEMMA3_KEYS | dict(
+    "gemma3-12b": _GEMMA3_BASE | dict(
         hidden_size=3840, num_hidden_layers=48, num_attention_heads=16, num_key_value_heads=8, intermediate_size=15_360,
         rope_parameters=dict(full_attention=dict(factor=8.0, rope_type="linear")),
     ),
-    "gemma3-27b": _GEMMA3_KEYS | dict(
+    "gemma3-27b": _GEMMA3_BASE | dict(
         hidden_size=5376, num_hidden_layers=62, num_attention_heads=32, num_key_value_heads=16, head_dim=128,
         intermediate_size=21_504, query_pre_attn_scalar=168,
         rope_parameters=dict(full_attention=dict(factor=8.0, rope_type="linear")),

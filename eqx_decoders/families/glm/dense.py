@@ -41,7 +41,7 @@ GLM = Family(
 )
 
 
-_GLM_KEYS = dict(model_type="glm", num_hidden_layers=40)
+_GLM_BASE = dict(model_type="glm", num_hidden_layers=40)
 
 
 # --- GLM-4-0414: norms before and after attention and the MLP ---
@@ -66,29 +66,29 @@ GLM4 = Family(
 )
 
 
-_GLM4_KEYS = dict(model_type="glm4", vocab_size=151_552, rms_norm_eps=1e-05)
+_GLM4_BASE = dict(model_type="glm4", vocab_size=151_552, rms_norm_eps=1e-05)
 
 
 FAMILIES = (GLM, GLM4)
 
 MODELS = {
-    "glm4-9b": _GLM_KEYS | dict(vocab_size=151_552, hidden_size=4096, num_attention_heads=32, intermediate_size=13_696),
-    "glm4-9b-1m": _GLM_KEYS | dict(
+    "glm4-9b": _GLM_BASE | dict(vocab_size=151_552, hidden_size=4096, num_attention_heads=32, intermediate_size=13_696),
+    "glm4-9b-1m": _GLM_BASE | dict(
         vocab_size=151_552, hidden_size=4096, num_attention_heads=32, num_key_value_heads=4, intermediate_size=13_696,
     ),
-    "glm-edge-1.5b": _GLM_KEYS | dict(
+    "glm-edge-1.5b": _GLM_BASE | dict(
         vocab_size=59_264, hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=4,
         intermediate_size=6144, attention_bias=False, rms_norm_eps=1e-05,
         rope_parameters=dict(partial_rotary_factor=1.0),
     ),
-    "glm-edge-4b": _GLM_KEYS | dict(
+    "glm-edge-4b": _GLM_BASE | dict(
         vocab_size=59_264, hidden_size=3072, num_attention_heads=24, num_key_value_heads=6, intermediate_size=8192,
         attention_bias=False, rms_norm_eps=1e-05, rope_parameters=dict(partial_rotary_factor=1.0),
     ),
-    "glm4-0414-9b": _GLM4_KEYS | dict(
+    "glm4-0414-9b": _GLM4_BASE | dict(
         hidden_size=4096, num_hidden_layers=40, num_attention_heads=32, intermediate_size=13_696,
     ),
-    "glm4-0414-32b": _GLM4_KEYS | dict(
+    "glm4-0414-32b": _GLM4_BASE | dict(
         hidden_size=6144, num_hidden_layers=61, num_attention_heads=48, intermediate_size=23_040, attention_bias=False,
     ),
 }  # fmt: skip

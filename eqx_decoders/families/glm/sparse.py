@@ -60,7 +60,7 @@ GLM4_MOE = Family(
 )
 
 
-_GLM4_MOE_KEYS = dict(
+_GLM4_MOE_BASE = dict(
     model_type="glm4_moe",
     vocab_size=151_552,
     hidden_size=5120,
@@ -72,7 +72,7 @@ _GLM4_MOE_KEYS = dict(
     rope_theta=1_000_000.0,
 )
 
-_355B = _GLM4_MOE_KEYS | dict(
+_355B = _GLM4_MOE_BASE | dict(
     first_k_dense_replace=3,
     moe_intermediate_size=1536,
     n_routed_experts=160,
@@ -189,7 +189,7 @@ GLM_MOE_DSA = Family(
 FAMILIES = (GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA)
 
 MODELS = {
-    "glm4.5-air-106b-a12b": _GLM4_MOE_KEYS | dict(hidden_size=4096, num_hidden_layers=46, intermediate_size=10_944),
+    "glm4.5-air-106b-a12b": _GLM4_MOE_BASE | dict(hidden_size=4096, num_hidden_layers=46, intermediate_size=10_944),
     "glm4.5-355b-a32b": _355B,
     "glm4.6-355b-a32b": _355B,
     "glm4.7-355b-a32b": _355B,

@@ -133,7 +133,7 @@ FAMILY = Family(
 )
 
 
-_SETTINGS = dict(
+_BASE = dict(
     model_type="granitemoehybrid",
     vocab_size=100_352,
     num_hidden_layers=40,
@@ -148,19 +148,19 @@ _SETTINGS = dict(
 )
 
 MODELS = {
-    "granite4-h-micro": _SETTINGS | dict(
+    "granite4-h-micro": _BASE | dict(
         hidden_size=2048, num_attention_heads=32, num_key_value_heads=8, attention_multiplier=0.015625,
         logits_scaling=8.0, mamba_n_heads=64, num_local_experts=0, shared_intermediate_size=8192,
     ),
-    "granite4-h-1b": _SETTINGS | dict(
+    "granite4-h-1b": _BASE | dict(
         hidden_size=1536, num_attention_heads=12, num_key_value_heads=4, logits_scaling=6.0, mamba_n_heads=48,
         num_local_experts=0, shared_intermediate_size=4096,
     ),
-    "granite4-h-tiny": _SETTINGS | dict(
+    "granite4-h-tiny": _BASE | dict(
         hidden_size=1536, num_attention_heads=12, num_key_value_heads=4, intermediate_size=512, logits_scaling=6.0,
         mamba_n_heads=48, num_experts_per_tok=6, num_local_experts=64,
     ),
-    "granite4-h-small": _SETTINGS | dict(
+    "granite4-h-small": _BASE | dict(
         hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=768, logits_scaling=16.0,
         num_experts_per_tok=10, num_local_experts=72, shared_intermediate_size=1536,
     ),

@@ -103,7 +103,7 @@ GRANITE = Family(
 )
 
 
-_GRANITE_KEYS = dict(
+_GRANITE_BASE = dict(
     model_type="granite",
     vocab_size=49_155,
     num_hidden_layers=40,
@@ -141,7 +141,7 @@ GRANITE_MOE = Family(
 )
 
 
-_GRANITE_MOE_KEYS = dict(
+_GRANITE_MOE_BASE = dict(
     model_type="granitemoe",
     vocab_size=49_155,
     num_key_value_heads=8,
@@ -196,38 +196,38 @@ GRANITE_MOE_SHARED = Family(
 FAMILIES = (GRANITE, GRANITE_MOE, GRANITE_MOE_SHARED)
 
 MODELS = {
-    "granite3-2b": _GRANITE_KEYS | dict(
+    "granite3-2b": _GRANITE_BASE | dict(
         hidden_size=2048, intermediate_size=8192, attention_multiplier=0.015625, logits_scaling=8.0,
     ),
-    "granite3-8b": _GRANITE_KEYS | dict(
+    "granite3-8b": _GRANITE_BASE | dict(
         hidden_size=4096, intermediate_size=12_800, attention_multiplier=0.0078125, logits_scaling=16.0,
     ),
-    "granite3.1-2b": _GRANITE_KEYS | dict(
+    "granite3.1-2b": _GRANITE_BASE | dict(
         hidden_size=2048, intermediate_size=8192, attention_multiplier=0.015625, logits_scaling=8.0,
         rope_theta=5_000_000.0,
     ),
-    "granite3.1-8b": _GRANITE_KEYS | dict(
+    "granite3.1-8b": _GRANITE_BASE | dict(
         hidden_size=4096, intermediate_size=12_800, attention_multiplier=0.0078125, logits_scaling=16.0,
         rope_theta=10_000_000.0,
     ),
-    "granite3.3-2b": _GRANITE_KEYS | dict(
+    "granite3.3-2b": _GRANITE_BASE | dict(
         vocab_size=49_159, hidden_size=2048, intermediate_size=8192, attention_multiplier=0.015625, logits_scaling=8.0,
         rope_theta=10_000_000.0,
     ),
-    "granite3.3-8b": _GRANITE_KEYS | dict(
+    "granite3.3-8b": _GRANITE_BASE | dict(
         vocab_size=49_159, hidden_size=4096, intermediate_size=12_800, attention_multiplier=0.0078125,
         logits_scaling=16.0, rope_theta=10_000_000.0,
     ),
-    "granite3-1b-a400m": _GRANITE_MOE_KEYS | dict(
+    "granite3-1b-a400m": _GRANITE_MOE_BASE | dict(
         hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, num_local_experts=32,
     ),
-    "granite3-3b-a800m": _GRANITE_MOE_KEYS | dict(
+    "granite3-3b-a800m": _GRANITE_MOE_BASE | dict(
         hidden_size=1536, num_hidden_layers=32, num_attention_heads=24, num_local_experts=40,
     ),
-    "granite3.1-1b-a400m": _GRANITE_MOE_KEYS | dict(
+    "granite3.1-1b-a400m": _GRANITE_MOE_BASE | dict(
         hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, num_local_experts=32, rope_theta=1_500_000.0,
     ),
-    "granite3.1-3b-a800m": _GRANITE_MOE_KEYS | dict(
+    "granite3.1-3b-a800m": _GRANITE_MOE_BASE | dict(
         hidden_size=1536, num_hidden_layers=32, num_attention_heads=24, num_local_experts=40, rope_theta=10_000_000.0,
     ),
 }  # fmt: skip

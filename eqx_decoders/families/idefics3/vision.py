@@ -89,7 +89,7 @@ def idefics3_family(model_type: str, architecture: str) -> MultimodalFamily:
 IDEFICS3 = idefics3_family("idefics3", "Idefics3ForConditionalGeneration")
 SMOLVLM = idefics3_family("smolvlm", "SmolVLMForConditionalGeneration")
 
-_SMOLVLM_KEYS = dict(
+_SMOLVLM_BASE = dict(
     model_type="smolvlm",
     image_token_id=49_190,
     scale_factor=4,
@@ -100,19 +100,19 @@ _SMOLVLM_KEYS = dict(
 FAMILIES = (IDEFICS3, SMOLVLM)
 
 MODELS = {
-    "smolvlm2-256m": _SMOLVLM_KEYS | dict(
+    "smolvlm2-256m": _SMOLVLM_BASE | dict(
         text_config=dict(
             num_key_value_heads=3, rms_norm_eps=1e-05, rope_theta=100_000.0, hidden_size=576, intermediate_size=1536,
             num_attention_heads=9, num_hidden_layers=30, vocab_size=49_280,
         ),
     ),
-    "smolvlm2-500m": _SMOLVLM_KEYS | dict(
+    "smolvlm2-500m": _SMOLVLM_BASE | dict(
         text_config=dict(
             num_key_value_heads=5, rms_norm_eps=1e-05, rope_theta=100_000.0, hidden_size=960, intermediate_size=2560,
             num_attention_heads=15, vocab_size=49_280,
         ),
     ),
-    "smolvlm2-2.2b": _SMOLVLM_KEYS | dict(
+    "smolvlm2-2.2b": _SMOLVLM_BASE | dict(
         scale_factor=3,
         text_config=dict(
             rms_norm_eps=1e-05, rope_theta=130_000.0, hidden_size=2048, intermediate_size=8192, num_hidden_layers=24,

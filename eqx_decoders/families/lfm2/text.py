@@ -72,10 +72,10 @@ def _convert_layer_indices(fields: Fields, values: Values) -> None:
         fields.supply("layer_types", types)
 
 
-_KEYS = {"rms_norm_eps": "norm_eps", "attention_bias": None, "hidden_act": None}
+_KEY_NAMES = {"rms_norm_eps": "norm_eps", "attention_bias": None, "hidden_act": None}
 SETTINGS = (
     Renamed({"tie_embedding": "tie_word_embeddings"}),
-    decoder_sizes(num_kv_heads=8, eps=1e-5, tied=True, keys=_KEYS),
+    decoder_sizes(num_kv_heads=8, eps=1e-5, tied=True, keys=_KEY_NAMES),
     Group(
         "convolution",
         _convolution,
@@ -141,7 +141,7 @@ LFM2 = Family(
 )  # fmt: skip
 
 
-_LFM2_KEYS = dict(
+_LFM2_BASE = dict(
     model_type="lfm2",
     vocab_size=65_536,
     num_hidden_layers=16,
@@ -184,9 +184,9 @@ LFM2_MOE = Family(
 FAMILIES = (LFM2, LFM2_MOE)
 
 MODELS = {
-    "lfm2-350m": _LFM2_KEYS | dict(hidden_size=1024, num_attention_heads=16, intermediate_size=4608),
-    "lfm2-700m": _LFM2_KEYS | dict(hidden_size=1536, num_attention_heads=24, intermediate_size=6912),
-    "lfm2-1.2b": _LFM2_KEYS | dict(hidden_size=2048, num_attention_heads=32, intermediate_size=8192),
+    "lfm2-350m": _LFM2_BASE | dict(hidden_size=1024, num_attention_heads=16, intermediate_size=4608),
+    "lfm2-700m": _LFM2_BASE | dict(hidden_size=1536, num_attention_heads=24, intermediate_size=6912),
+    "lfm2-1.2b": _LFM2_BASE | dict(hidden_size=2048, num_attention_heads=32, intermediate_size=8192),
     "lfm2-8b-a1b": dict(
         model_type="lfm2_moe", vocab_size=65_536, hidden_size=2048, num_hidden_layers=24, num_attention_heads=32,
         intermediate_size=7168,

@@ -8,7 +8,7 @@ from eqx_decoders.families.common import plain_mlp
 from eqx_decoders.families.multimodal import (
     ExtendedModel,
     MultimodalFamily,
-    attention,
+    encoder_attention,
     encoder_layer,
     linear,
     token,
@@ -118,7 +118,7 @@ WEIGHTS = (
     *norm("vision_model.layernorm_post", "vision.post_norm"),
     *norm(_LAYER + "input_layernorm", "vision.pre_mixer_norm"),
     *norm(_LAYER + "post_attention_layernorm", "vision.pre_mlp_norm"),
-    *attention(_LAYER),
+    *encoder_attention(_LAYER),
     *plain_mlp(_LAYER + "mlp.", "vision.mlp.", "fc1", "fc2"),
     *linear("vision_model.vision_adapter.mlp.fc1", "vision.projector.layers.0"),
     *linear("vision_model.vision_adapter.mlp.fc2", "vision.projector.layers.1"),

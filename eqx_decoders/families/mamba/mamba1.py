@@ -93,7 +93,7 @@ MAMBA = Family(
 )
 
 
-_MAMBA_KEYS = dict(model_type="mamba", num_hidden_layers=48)
+_MAMBA_BASE = dict(model_type="mamba", num_hidden_layers=48)
 
 
 # --- Falcon Mamba: keys, queries and steps are normalized without learned scales ---
@@ -124,11 +124,11 @@ FALCON_MAMBA = Family(
 FAMILIES = (MAMBA, FALCON_MAMBA)
 
 MODELS = {
-    "mamba-130m": _MAMBA_KEYS | dict(num_hidden_layers=24),
-    "mamba-370m": _MAMBA_KEYS | dict(hidden_size=1024),
-    "mamba-790m": _MAMBA_KEYS | dict(hidden_size=1536),
-    "mamba-1.4b": _MAMBA_KEYS | dict(hidden_size=2048),
-    "mamba-2.8b": _MAMBA_KEYS | dict(hidden_size=2560, num_hidden_layers=64),
+    "mamba-130m": _MAMBA_BASE | dict(num_hidden_layers=24),
+    "mamba-370m": _MAMBA_BASE | dict(hidden_size=1024),
+    "mamba-790m": _MAMBA_BASE | dict(hidden_size=1536),
+    "mamba-1.4b": _MAMBA_BASE | dict(hidden_size=2048),
+    "mamba-2.8b": _MAMBA_BASE | dict(hidden_size=2560, num_hidden_layers=64),
     "falcon-mamba-7b": dict(
         model_type="falcon_mamba", vocab_size=65_024, hidden_size=4096, num_hidden_layers=64, tie_word_embeddings=False,
     ),

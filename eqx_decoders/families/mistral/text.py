@@ -62,7 +62,7 @@ MISTRAL = Family(
 )
 
 
-_SETTINGS = dict(
+_BASE = dict(
     model_type="mistral",
     vocab_size=32_000,
     hidden_size=4096,
@@ -185,8 +185,8 @@ MIXTRAL = Family(
 FAMILIES = (MISTRAL, MINISTRAL, MINISTRAL3, MIXTRAL)
 
 MODELS = {
-    "mistral-7b": _SETTINGS | dict(rope_theta=1_000_000.0, sliding_window=None),
-    "mistral-7b-v0.1": _SETTINGS,
+    "mistral-7b": _BASE | dict(rope_theta=1_000_000.0, sliding_window=None),
+    "mistral-7b-v0.1": _BASE,
     "ministral-8b": dict(
         model_type="ministral", vocab_size=131_072, hidden_size=4096, num_hidden_layers=36, num_attention_heads=32,
         intermediate_size=12_288,

@@ -32,7 +32,7 @@ FAMILY = Family(
 )
 
 
-_SETTINGS = dict(
+_BASE = dict(
     model_type="nemotron",
     vocab_size=256_000,
     num_hidden_layers=32,
@@ -41,6 +41,6 @@ _SETTINGS = dict(
 )
 
 MODELS = {
-    "minitron-4b": _SETTINGS | dict(hidden_size=3072, num_attention_heads=24, intermediate_size=9216),
-    "minitron-8b": _SETTINGS | dict(hidden_size=4096, num_attention_heads=48, head_dim=128, intermediate_size=16_384),
+    "minitron-4b": _BASE | dict(hidden_size=3072, num_attention_heads=24, intermediate_size=9216),
+    "minitron-8b": _BASE | dict(hidden_size=4096, num_attention_heads=48, head_dim=128, intermediate_size=16_384),
 }  # fmt: skip

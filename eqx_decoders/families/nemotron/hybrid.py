@@ -216,7 +216,7 @@ def _mamba(shape: DecoderSizes, *, bias: bool, **options: Any) -> Mamba2Config:
     return Mamba2Config(eps=shape.eps, in_bias=bias, out_bias=bias, **options)
 
 
-_KEYS = {"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act", **NO_BIAS}
+_KEY_NAMES = {"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act", **NO_BIAS}
 # other spellings that transformers also reads
 _RENAMED = {
     "mamba_n_groups": "n_groups",
@@ -262,7 +262,7 @@ FAMILY = Family(
         Defaults(dict(vocab_size=131_072, hidden_size=4096, num_attention_heads=32, intermediate_size=21_504)),
         Rule("pattern", _read_pattern, _write_pattern),
         decoder_sizes(
-            num_kv_heads=8, head_dim=128, eps=1e-5, activation="relu2", keys=_KEYS,
+            num_kv_heads=8, head_dim=128, eps=1e-5, activation="relu2", keys=_KEY_NAMES,
             paths={"intermediate_size": _mlp_field("mlp_dim"), "hidden_act": _mlp_field("activation")},
         ),
         Only("mlp_bias", False, written=True),

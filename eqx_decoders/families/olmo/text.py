@@ -2,7 +2,7 @@
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import LAYER, DecoderSizes, cycle_masks, decoder_sizes, llama_weights
+from eqx_decoders.families.common import LAYER, DecoderSizes, cycle_mask_settings, decoder_sizes, llama_weights
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import RopesByLayer, rope_settings
 from eqx_decoders.families.setting_rows import Flag, Number
@@ -54,7 +54,7 @@ OLMO = Family(
 )
 
 
-_OLMO_KEYS = dict(
+_OLMO_BASE = dict(
     model_type="olmo",
     vocab_size=50_304,
     hidden_size=4096,
@@ -84,7 +84,7 @@ OLMO2 = Family(
 )
 
 
-_OLMO2_KEYS = dict(model_type="olmo2", vocab_size=100_352, rms_norm_eps=1e-06, rope_theta=500_000.0)
+_OLMO2_BASE = dict(model_type="olmo2", vocab_size=100_352, rms_norm_eps=1e-06, rope_theta=500_000.0)
 
 
 # --- Olmo 3: OLMo 2 with sliding-window attention in three of four layers ---
@@ -113,14 +113,14 @@ OLMO3 = Family(
         decoder_sizes(eps=1e-5),
         # without rope_parameters, transformers uses this theta in layers with a window, regardless of rope_theta
         RopesByLayer(theta=_OLMO3_THETA, local_theta=_OLMO3_THETA, local_key=None),
-        cycle_masks(4, default=4096),
+        cycle_mask_settings(4, default=4096),
     ),
     build=olmo3,
     weights=llama_weights(norms="post"),
 )
 
 
-_OLMO3_KEYS = dict(
+_OLMO3_BASE = dict(
     model_type="olmo3",
     vocab_size=100_278,
     hidden_size=4096,
@@ -201,29 +201,29 @@ OLMOE = Family(
 FAMILIES = (OLMO, OLMO2, OLMO3, FLEX_OLMO, OLMOE)
 
 MODELS = {
-    "olmo-1b": _OLMO_KEYS | dict(
+    "olmo-1b": _OLMO_BASE | dict(
         hidden_size=2048, num_hidden_layers=16, num_attention_heads=16, intermediate_size=8192,
         tie_word_embeddings=True,
     ),
-    "olmo-7b": _OLMO_KEYS,
-    "olmo-7b-0724": _OLMO_KEYS | dict(clip_qkv=8.0),
-    "olmo2-1b": _OLMO2_KEYS | dict(
+    "olmo-7b": _OLMO_BASE,
+    "olmo-7b-0724": _OLMO_BASE | dict(clip_qkv=8.0),
+    "olmo2-1b": _OLMO2_BASE | dict(
         hidden_size=2048, num_hidden_layers=16, num_attention_heads=16, intermediate_size=8192,
     ),
-    "olmo2-7b": _OLMO2_KEYS | dict(
+    "olmo2-7b": _OLMO2_BASE | dict(
         hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=11_008,
     ),
-    "olmo2-13b": _OLMO2_KEYS | dict(
+    "olmo2-13b": _OLMO2_BASE | dict(
         hidden_size=5120, num_hidden_layers=40, num_attention_heads=40, intermediate_size=13_824,
     ),
-    "olmo2-32b": _OLMO2_KEYS | dict(
+    "olmo2-32b": _OLMO2_BASE | dict(
         hidden_size=5120, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8, intermediate_size=27_648,
     ),
-    "olmo3-7b-pt": _OLMO3_KEYS,
-    "olmo3-7b": _OLMO3_KEYS | dict(
+    "olmo3-7b-pt": _OLMO3_BASE,
+    "olmo3-7b": _OLMO3_BASE | dict(
         rope_parameters=dict(full_attention=dict(factor=8.0, original_max_position_embeddings=8192, rope_type="yarn")),
     ),
-    "olmo3-32b": _OLMO3_KEYS | dict(
+    "olmo3-32b": _OLMO3_BASE | dict(
         hidden_size=5120, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8, intermediate_size=27_648,
         rope_parameters=dict(full_attention=dict(factor=8.0, original_max_position_embeddings=8192, rope_type="yarn")),
     ),

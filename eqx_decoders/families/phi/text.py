@@ -39,7 +39,7 @@ def phi(shape: DecoderSizes, *, rope: Rope = Rope(fraction=0.5), qk_norm: bool =
     """Return the configuration of a decoder with Phi blocks. `qk_norm` adds a norm per head to queries and keys."""
     norm = LayerNormConfig(eps=shape.eps)
     mixer = shape.attention(rope=rope, qk_norm=QKNorm(norm=norm) if qk_norm else None)
-    block = shape.block(mixer, shape.mlp(gated=False, bias=True), norm, parallel=1)
+    block = shape.block(mixer, shape.mlp(gated=False, bias=True), norm, parallel_norms=1)
     return shape.decoder(block, norm, head_bias=True)
 
 
@@ -62,7 +62,7 @@ PHI = Family(
 )  # fmt: skip
 
 
-_PHI_KEYS = dict(
+_PHI_BASE = dict(
     model_type="phi",
     vocab_size=51_200,
     hidden_size=2048,
@@ -135,7 +135,7 @@ def _phi4_mini() -> DecoderConfig:
     return phi3(shape, rope=rope, mask=SlidingWindow(262_144))
 
 
-_PHI3_KEYS = dict(
+_PHI3_BASE = dict(
     model_type="phi3",
     vocab_size=32_064,
     hidden_size=5120,
@@ -230,18 +230,18 @@ PHIMOE = Family(
 FAMILIES = (PHI, PHI3, PHIMOE)
 
 MODELS = {
-    "phi1-1.4b": _PHI_KEYS,
-    "phi1.5-1.4b": _PHI_KEYS,
-    "phi2-2.8b": _PHI_KEYS | dict(
+    "phi1-1.4b": _PHI_BASE,
+    "phi1.5-1.4b": _PHI_BASE,
+    "phi2-2.8b": _PHI_BASE | dict(
         hidden_size=2560, num_hidden_layers=32, intermediate_size=10_240,
         rope_parameters=dict(partial_rotary_factor=0.4),
     ),
-    "phi3-mini-3.8b": _PHI3_KEYS | dict(
+    "phi3-mini-3.8b": _PHI3_BASE | dict(
         hidden_size=3072, num_hidden_layers=32, num_attention_heads=32, intermediate_size=8192, sliding_window=2047,
     ),
-    "phi3-medium-14b": _PHI3_KEYS | dict(num_key_value_heads=10, sliding_window=2047),
+    "phi3-medium-14b": _PHI3_BASE | dict(num_key_value_heads=10, sliding_window=2047),
     "phi4-mini-3.8b": _phi4_mini,
-    "phi4-14b": _PHI3_KEYS | dict(vocab_size=100_352, num_key_value_heads=10, rope_theta=250_000.0),
+    "phi4-14b": _PHI3_BASE | dict(vocab_size=100_352, num_key_value_heads=10, rope_theta=250_000.0),
     "phi3.5-moe-42b-a7b": dict(
         model_type="phimoe", vocab_size=32_064, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
         intermediate_size=6400, attention_bias=True, lm_head_bias=True, rope_theta=10_000.0,

@@ -284,7 +284,7 @@ QWEN3_5 = Family(
 )
 
 
-_QWEN3_5_KEYS = dict(model_type="qwen3_5_text", vocab_size=248_320, rope_theta=10_000_000.0)
+_QWEN3_5_BASE = dict(model_type="qwen3_5_text", vocab_size=248_320, rope_theta=10_000_000.0)
 
 
 # --- Qwen3.5 with experts: routing weights are always renormalized ---
@@ -307,7 +307,7 @@ QWEN3_5_MOE = Family(
 )
 
 
-_QWEN3_5_MOE_KEYS = dict(
+_QWEN3_5_MOE_BASE = dict(
     model_type="qwen3_5_moe_text", vocab_size=248_320, num_attention_heads=32, rope_theta=10_000_000.0
 )
 
@@ -319,29 +319,29 @@ MODELS = {
         model_type="qwen3_next", vocab_size=151_936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=16,
         rope_theta=10_000_000.0,
     ),
-    "qwen3.5-0.8b": _QWEN3_5_KEYS | dict(
+    "qwen3.5-0.8b": _QWEN3_5_BASE | dict(
         hidden_size=1024, num_hidden_layers=24, num_attention_heads=8, num_key_value_heads=2, intermediate_size=3584,
         linear_num_value_heads=16, tie_word_embeddings=True,
     ),
-    "qwen3.5-2b": _QWEN3_5_KEYS | dict(
+    "qwen3.5-2b": _QWEN3_5_BASE | dict(
         hidden_size=2048, num_hidden_layers=24, num_attention_heads=8, num_key_value_heads=2, intermediate_size=6144,
         linear_num_value_heads=16, tie_word_embeddings=True,
     ),
-    "qwen3.5-4b": _QWEN3_5_KEYS | dict(
+    "qwen3.5-4b": _QWEN3_5_BASE | dict(
         hidden_size=2560, num_hidden_layers=32, num_attention_heads=16, intermediate_size=9216,
         tie_word_embeddings=True,
     ),
-    "qwen3.5-9b": _QWEN3_5_KEYS | dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=16),
-    "qwen3.5-27b": _QWEN3_5_KEYS | dict(
+    "qwen3.5-9b": _QWEN3_5_BASE | dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=16),
+    "qwen3.5-27b": _QWEN3_5_BASE | dict(
         hidden_size=5120, num_hidden_layers=64, num_attention_heads=24, intermediate_size=17_408,
         linear_num_value_heads=48,
     ),
-    "qwen3.5-35b-a3b": _QWEN3_5_MOE_KEYS | dict(hidden_size=2048, num_hidden_layers=40, num_attention_heads=16),
-    "qwen3.5-122b-a10b": _QWEN3_5_MOE_KEYS | dict(
+    "qwen3.5-35b-a3b": _QWEN3_5_MOE_BASE | dict(hidden_size=2048, num_hidden_layers=40, num_attention_heads=16),
+    "qwen3.5-122b-a10b": _QWEN3_5_MOE_BASE | dict(
         hidden_size=3072, num_hidden_layers=48, linear_num_value_heads=64, moe_intermediate_size=1024,
         shared_expert_intermediate_size=1024,
     ),
-    "qwen3.5-397b-a17b": _QWEN3_5_MOE_KEYS | dict(
+    "qwen3.5-397b-a17b": _QWEN3_5_MOE_BASE | dict(
         hidden_size=4096, num_hidden_layers=60, linear_num_value_heads=64, moe_intermediate_size=1024, num_experts=512,
         num_experts_per_tok=10, shared_expert_intermediate_size=1024,
     ),

@@ -16,7 +16,7 @@ from eqx_decoders.families.common import plain_mlp
 from eqx_decoders.families.multimodal import (
     ExtendedModel,
     MultimodalFamily,
-    attention,
+    encoder_attention,
     encoder_layer,
     linear,
     token,
@@ -189,7 +189,7 @@ _AUDIO_WEIGHTS = (
     Weight(_TOWER + "conv_out.weight", "audio.stem.out", "embed (filters mel) -> filters mel embed"),
     *norm(_LAYER + "self_attn_layer_norm", "audio.pre_mixer_norm"),
     *norm(_LAYER + "final_layer_norm", "audio.pre_mlp_norm"),
-    *attention(_LAYER, out="out_proj", owner="audio"),
+    *encoder_attention(_LAYER, out="out_proj", owner="audio"),
     *plain_mlp(_LAYER, "audio.mlp.", "fc1", "fc2"),
     *norm(_TOWER + "ln_post", "audio.post_norm"),
     *linear(_TOWER + "proj1", "audio.projector.layers.0"),

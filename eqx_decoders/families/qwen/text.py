@@ -211,7 +211,7 @@ QWEN2 = Family(
     ignored_keys=IGNORED_QWEN2_KEYS,
 )
 
-_QWEN2_KEYS = dict(model_type="qwen2", vocab_size=152_064, rope_theta=1_000_000.0)
+_QWEN2_BASE = dict(model_type="qwen2", vocab_size=152_064, rope_theta=1_000_000.0)
 
 
 # --- Qwen3: normalized queries and keys ---
@@ -230,16 +230,16 @@ QWEN3 = Family(
     ignored_keys=IGNORED_WINDOW_KEYS,
 )
 
-_QWEN3_KEYS = dict(model_type="qwen3", vocab_size=151_936, num_key_value_heads=8, rope_theta=1_000_000.0)
+_QWEN3_BASE = dict(model_type="qwen3", vocab_size=151_936, num_key_value_heads=8, rope_theta=1_000_000.0)
 
-_QWEN3_1_7B = _QWEN3_KEYS | dict(
+_QWEN3_1_7B = _QWEN3_BASE | dict(
     hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, intermediate_size=6144, tie_word_embeddings=True
 )
-_QWEN3_4B = _QWEN3_KEYS | dict(
+_QWEN3_4B = _QWEN3_BASE | dict(
     hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, intermediate_size=9728, tie_word_embeddings=True
 )
-_QWEN3_8B = _QWEN3_KEYS | dict(hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, intermediate_size=12_288)
-_QWEN3_14B = _QWEN3_KEYS | dict(
+_QWEN3_8B = _QWEN3_BASE | dict(hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, intermediate_size=12_288)
+_QWEN3_14B = _QWEN3_BASE | dict(
     hidden_size=5120, num_hidden_layers=40, num_attention_heads=40, intermediate_size=17_408
 )
 
@@ -264,7 +264,7 @@ QWEN3_MOE = Family(
 )
 
 
-_QWEN3_MOE_KEYS = dict(model_type="qwen3_moe", vocab_size=151_936, head_dim=128, norm_topk_prob=True)
+_QWEN3_MOE_BASE = dict(model_type="qwen3_moe", vocab_size=151_936, head_dim=128, norm_topk_prob=True)
 
 
 # --- Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2 attention, and experts with a gated shared expert ---
@@ -305,37 +305,37 @@ QWEN2_MOE = Family(
 )
 
 
-_QWEN2_MOE_KEYS = dict(model_type="qwen2_moe", vocab_size=151_936, rope_theta=1_000_000.0)
+_QWEN2_MOE_BASE = dict(model_type="qwen2_moe", vocab_size=151_936, rope_theta=1_000_000.0)
 
 
 FAMILIES = (QWEN2, QWEN3, QWEN3_MOE, QWEN2_MOE)
 
 MODELS = {
-    "qwen2.5-0.5b": _QWEN2_KEYS | dict(
+    "qwen2.5-0.5b": _QWEN2_BASE | dict(
         vocab_size=151_936, hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
         intermediate_size=4864, tie_word_embeddings=True,
     ),
-    "qwen2.5-1.5b": _QWEN2_KEYS | dict(
+    "qwen2.5-1.5b": _QWEN2_BASE | dict(
         vocab_size=151_936, hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
         intermediate_size=8960, tie_word_embeddings=True,
     ),
-    "qwen2.5-3b": _QWEN2_KEYS | dict(
+    "qwen2.5-3b": _QWEN2_BASE | dict(
         vocab_size=151_936, hidden_size=2048, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2,
         intermediate_size=11_008, tie_word_embeddings=True,
     ),
-    "qwen2.5-7b": _QWEN2_KEYS | dict(
+    "qwen2.5-7b": _QWEN2_BASE | dict(
         hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18_944,
     ),
-    "qwen2.5-14b": _QWEN2_KEYS | dict(
+    "qwen2.5-14b": _QWEN2_BASE | dict(
         hidden_size=5120, num_hidden_layers=48, num_attention_heads=40, num_key_value_heads=8, intermediate_size=13_824,
     ),
-    "qwen2.5-32b": _QWEN2_KEYS | dict(
+    "qwen2.5-32b": _QWEN2_BASE | dict(
         hidden_size=5120, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8, intermediate_size=27_648,
     ),
-    "qwen2.5-72b": _QWEN2_KEYS | dict(
+    "qwen2.5-72b": _QWEN2_BASE | dict(
         hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, intermediate_size=29_568,
     ),
-    "qwen3-0.6b": _QWEN3_KEYS | dict(
+    "qwen3-0.6b": _QWEN3_BASE | dict(
         hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=3072,
         tie_word_embeddings=True,
     ),
@@ -348,25 +348,25 @@ MODELS = {
     "qwen3-8b-base": _QWEN3_8B,
     "qwen3-14b": _QWEN3_14B,
     "qwen3-14b-base": _QWEN3_14B,
-    "qwen3-32b": _QWEN3_KEYS | dict(
+    "qwen3-32b": _QWEN3_BASE | dict(
         hidden_size=5120, num_hidden_layers=64, num_attention_heads=64, intermediate_size=25_600,
     ),
-    "qwen3-30b-a3b": _QWEN3_MOE_KEYS | dict(
+    "qwen3-30b-a3b": _QWEN3_MOE_BASE | dict(
         hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, rope_theta=10_000_000.0,
     ),
-    "qwen3-30b-a3b-base": _QWEN3_MOE_KEYS | dict(
+    "qwen3-30b-a3b-base": _QWEN3_MOE_BASE | dict(
         hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, rope_theta=1_000_000.0,
     ),
-    "qwen3-235b-a22b": _QWEN3_MOE_KEYS | dict(
+    "qwen3-235b-a22b": _QWEN3_MOE_BASE | dict(
         hidden_size=4096, num_hidden_layers=94, num_attention_heads=64, moe_intermediate_size=1536,
         rope_theta=5_000_000.0,
     ),
-    "qwen3-480b-a35b": _QWEN3_MOE_KEYS | dict(
+    "qwen3-480b-a35b": _QWEN3_MOE_BASE | dict(
         hidden_size=6144, num_hidden_layers=62, num_attention_heads=96, num_key_value_heads=8,
         moe_intermediate_size=2560, num_experts=160, rope_theta=10_000_000.0,
     ),
-    "qwen1.5-moe-a2.7b": _QWEN2_MOE_KEYS | dict(hidden_size=2048, num_hidden_layers=24, num_attention_heads=16),
-    "qwen2-57b-a14b": _QWEN2_MOE_KEYS | dict(
+    "qwen1.5-moe-a2.7b": _QWEN2_MOE_BASE | dict(hidden_size=2048, num_hidden_layers=24, num_attention_heads=16),
+    "qwen2-57b-a14b": _QWEN2_MOE_BASE | dict(
         hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
         moe_intermediate_size=2560, num_experts=64, num_experts_per_tok=8, shared_expert_intermediate_size=20_480,
     ),

@@ -388,7 +388,7 @@ def _pieces(mapping: WeightMapping, index: tuple[range, ...]) -> Iterator[tuple[
         yield (), ()
         return
     row_axis = mapping.groups[0][0]
-    axis = mapping.words.index(row_axis) if row_axis in mapping.words else 0
+    axis = mapping.axes.index(row_axis) if row_axis in mapping.axes else 0
     rows = index[axis]
     row_bytes = 4 * math.prod(map(len, index)) // max(1, len(rows))
     section = mapping.section
@@ -410,7 +410,7 @@ def _empty_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def read_layer(tensor: StoredTensor, mapping: WeightMapping) -> np.ndarray:
     """Read one layer of a stacked weight from its tensor."""
-    return _read_part(tensor, mapping, tuple(range(mapping.sizes[word]) for word in mapping.words))
+    return _read_part(tensor, mapping, tuple(range(mapping.sizes[word]) for word in mapping.axes))
 
 
 def _read_part(tensor: StoredTensor, mapping: WeightMapping, index: tuple[range, ...]) -> np.ndarray:
@@ -418,7 +418,7 @@ def _read_part(tensor: StoredTensor, mapping: WeightMapping, index: tuple[range,
 
     Only the first axis of each group of axes can be sliced in the file. Other axes are sliced after reading.
     """
-    remaining = dict(zip(mapping.words, index, strict=True))
+    remaining = dict(zip(mapping.axes, index, strict=True))
     sizes = dict(mapping.sizes)
     slices = []
     for first_axis, *other_axes in mapping.groups:
@@ -429,7 +429,7 @@ def _read_part(tensor: StoredTensor, mapping: WeightMapping, index: tuple[range,
     x = _read_slices(tensor, mapping.section, tuple(slices))
     x = rearrange(x, mapping.pattern, **einops_sizes(mapping, sizes))
     slices_after = {axis: slice(part.start, part.stop) for axis, part in remaining.items()}
-    return x[(*(slices_after.get(axis, slice(None)) for axis in mapping.words), ...)]
+    return x[(*(slices_after.get(axis, slice(None)) for axis in mapping.axes), ...)]
 
 
 def _read_slices(tensor: StoredTensor, section: Section | None, slices: tuple[slice, ...]) -> np.ndarray:

@@ -749,17 +749,17 @@ def _adaptable(
         split = product_axes(axis_names[path])
         is_module = (
             mapping.section is None
-            and mapping.words[:1] != ("experts",)
+            and mapping.axes[:1] != ("experts",)
             and (experts is not None or "experts" not in axis_names[path])
             and all(name.endswith(_WEIGHT) for name in mapping.names)
         )
         if split is not None and is_module:
-            inputs, outputs = mapping.words[: len(split[0])], mapping.words[len(split[0]) :]
+            inputs, outputs = mapping.axes[: len(split[0])], mapping.axes[len(split[0]) :]
             if {frozenset(inputs), frozenset(outputs)} == set(map(frozenset, mapping.groups)):
                 modules = tuple(family.module_name(name).removesuffix(_WEIGHT) for name in mapping.names)
                 weights[path] = _adaptable_weight(mapping, modules, inputs, outputs, magnitudes)
     for path, mapping in {} if experts is None else experts.items():
-        split = product_axes(mapping.words)
+        split = product_axes(mapping.axes)
         if path not in weights and split is not None:
             single = single_expert(mapping, path.rpartition(".")[2])
             modules = tuple(name.removesuffix(_WEIGHT) for name in single.names)

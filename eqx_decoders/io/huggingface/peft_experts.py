@@ -103,7 +103,7 @@ class ExpertParameters:
         """Return both factors of each expert, by the expert's module and "A" or "B"."""
         found: dict[tuple[str, str], StoredTensor] = {}
         for path, mapping in self.mappings.items():
-            split = product_axes(mapping.words)
+            split = product_axes(mapping.axes)
             if parameter not in mapping.names or split is None:
                 continue
             layer = mapping.names.index(parameter)
@@ -165,7 +165,7 @@ def expert_mappings(model: HasConfig, family: Family) -> dict[str, WeightMapping
     return {
         path: dataclasses.replace(mapping, names=tuple(family.module_name(name) for name in mapping.names))
         for path, mapping in family.bind(model).items()
-        if mapping.words[:1] == ("experts",) and len(mapping.groups) == 3 and len(mapping.stack) == 1
+        if mapping.axes[:1] == ("experts",) and len(mapping.groups) == 3 and len(mapping.stack) == 1
     }
 
 

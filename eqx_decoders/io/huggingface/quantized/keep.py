@@ -87,7 +87,7 @@ def _input_dimension(mapping: WeightMapping, weight_axes: Axes) -> int | None:
     """Return which of the tensor's last two dimensions contains the weight's input axes: 0 or 1; None: neither."""
     inner, outer = matrix_axes(weight_axes)
     *leading, first, second = ((), (), *mapping.groups)
-    leading_axes = mapping.words[: len(mapping.words) - len(inner) - len(outer)]
+    leading_axes = mapping.axes[: len(mapping.axes) - len(inner) - len(outer)]
     if [group for group in leading if group] != [(axis,) for axis in leading_axes]:
         return None
     if (set(first), set(second)) == (set(inner), set(outer)):
@@ -131,7 +131,7 @@ def part_mappings(
     groups[inputs] = ("groups",)
     if block_columns > 1:
         groups[outputs] = ("blocks",)
-    leading_axes = mapping.words[: len(mapping.words) - len(inner) - len(outer)]
+    leading_axes = mapping.axes[: len(mapping.axes) - len(inner) - len(outer)]
     stored = " ".join(group[0] if len(group) == 1 else f"({' '.join(group)})" for group in groups)
     loaded = " ".join((*leading_axes, "groups", *(outer if block_columns == 1 else ("blocks",))))
     num_outputs = math.prod(mapping.sizes[axis] for axis in outer)
@@ -170,7 +170,7 @@ def _abstract_weight(
         if tensor is None:
             return None
         mapping = parts[part]
-        sizes = (*mapping.stack, *(mapping.sizes[axis] for axis in mapping.words))
+        sizes = (*mapping.stack, *(mapping.sizes[axis] for axis in mapping.axes))
         return jax.ShapeDtypeStruct(sizes, STORAGE_DTYPES[tensor.dtype])
 
     values, scales, zeros = (shape(part) for part in PARTS)

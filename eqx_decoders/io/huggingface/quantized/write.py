@@ -112,8 +112,8 @@ def _has_mx_scales(weight: AbstractQuantizedWeight) -> bool:
 def _scheme(path: str, weight: AbstractQuantizedWeight, mapping: WeightMapping) -> dict[str, Any]:
     """Return a weight's group in `config_groups` of compressed-tensors. Raises ConversionError."""
     name = mapping.names[0]
-    leading = len(mapping.words) - weight.inner - weight.outer
-    inputs = set(mapping.words[leading : leading + weight.inner])
+    leading = len(mapping.axes) - weight.inner - weight.outer
+    inputs = set(mapping.axes[leading : leading + weight.inner])
     if not name.endswith(_WEIGHT) or len(mapping.groups) != 2 or set(mapping.groups[1]) != inputs:
         raise ConversionError(
             f"{path} is quantized, but compressed-tensors stores only linear modules, and {name} is none. Call "
