@@ -83,8 +83,8 @@ def step(dtype: str, remat: str, repeats: int) -> dict[str, float]:
 def loop(model: str, batch_size: int, seq_len: int) -> dict[str, float]:
     """Measure a step in a run, and the same compiled step alone, a batch after the other, in turn."""
     from eqx_decoders.training import train
-    from eqx_decoders.training.config import TrainConfig
     from eqx_decoders.training.run import loop as module
+    from eqx_decoders.training.settings.run import TrainConfig
 
     runs: dict[str, list[float]] = {"run": [], "alone": []}
     steps = 20
@@ -133,7 +133,7 @@ ROUNDINGS = {
 def losses(name: str, folder: str, steps: int, every: int) -> dict[str, list[float]]:
     """Train tiny; return means of the last 20 losses before every `every` steps, and held-out losses at the end."""
     from eqx_decoders.training import train
-    from eqx_decoders.training.config import TrainConfig
+    from eqx_decoders.training.settings.run import TrainConfig
 
     run, tokenizer = Path(folder) / name.replace(" ", "_"), Path(folder) / "bfloat16/tokenizer"
     config = TrainConfig(

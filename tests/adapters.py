@@ -8,7 +8,7 @@ import numpy as np
 import eqx_decoders as ed
 from eqx_decoders.sharding.axes import named_leaves, replaced
 from eqx_decoders.training.lora import add_lora
-from eqx_decoders.training.lora_config import LoRAConfig
+from eqx_decoders.training.settings.lora import LoRAConfig
 from tests.models import rich_decoder
 
 

@@ -69,7 +69,7 @@ from eqx_decoders.layers.rope import (
 from eqx_decoders.layers.shared_transformer import AidedMixerConfig, SharedTransformerConfig
 from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.sharding.axes import named_leaves
-from eqx_decoders.training.mesh_config import MeshConfig
+from eqx_decoders.training.settings.step import MeshConfig
 from eqx_decoders.training.step.router_bias import update_router_bias
 from tests.compare import assert_allclose, assert_array_equal
 from tests.encoders.options import ENCODER_OPTIONS

@@ -13,7 +13,7 @@ from eqx_decoders.data.config import DataConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.remat import NAMES, POLICIES, Remat, get_remat, save
-from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.settings.run import TrainConfig
 from tests.errors import refused
 from tests.models import filled, packed, rich_decoder
 

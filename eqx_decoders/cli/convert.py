@@ -46,11 +46,11 @@ from eqx_decoders.io.huggingface.load import load_hf, read_config
 from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.run_lock import RunLock, check_run_dir
 from eqx_decoders.model.init import count_parameters
-from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.mesh_config import MeshConfig
 from eqx_decoders.training.run.directory import RunDirectory, write_source
 from eqx_decoders.training.run.load_export import export_run, load_run
-from eqx_decoders.training.settings_file import settings_json
+from eqx_decoders.training.settings.files import settings_json
+from eqx_decoders.training.settings.run import TrainConfig
+from eqx_decoders.training.settings.step import MeshConfig
 
 
 DIFFERENT = 1

@@ -8,7 +8,7 @@ from typing import Any
 from eqx_decoders.errors import CheckedFields, PositiveInt, check
 from eqx_decoders.io.processes import connected, from_first
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.training.mesh_config import MeshConfig
+from eqx_decoders.training.settings.step import MeshConfig
 
 
 ONE_DEVICE = MeshConfig(data=1)

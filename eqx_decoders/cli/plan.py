@@ -39,12 +39,12 @@ from eqx_decoders.planning.traced_memory import abstract_media, counted_memory, 
 from eqx_decoders.sharding.chips import CHIPS
 from eqx_decoders.sharding.offload import Offload
 from eqx_decoders.sharding.replication import check_replicated
-from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.mesh_config import MeshConfig, describe_devices
+from eqx_decoders.training.describe import describe_devices
 from eqx_decoders.training.run.directory import model_config
+from eqx_decoders.training.settings.run import TrainConfig
+from eqx_decoders.training.settings.step import MeshConfig, ModelSettings, StepSettings
 from eqx_decoders.training.step.balance import expert_configs
 from eqx_decoders.training.step.step import Trainer
-from eqx_decoders.training.step_settings import ModelSettings, StepSettings
 
 
 BASIC = ("model", "topology", "mesh.fsdp", "batch_size", "seq_len", "remat", "search")

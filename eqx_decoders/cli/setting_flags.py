@@ -1,7 +1,7 @@
-"""Flags made of the fields of settings: their names, help and groups, and errors in the words of flags.
+"""Flags of settings: their names, types, help texts and groups, all derived from dataclasses.
 
-A flag is spelled nowhere: `--optimizer.learning-rate` is the field `learning_rate` of the group `optimizer`, its type
-is the field's, and its help is the field's docstring, or its line in the docstring of the class.
+`--optimizer.learning-rate` is the field `learning_rate` of the group `optimizer`. Its help text is the docstring of the
+field, or the entry of the field in the docstring of its class.
 """
 
 import ast
@@ -18,15 +18,16 @@ from typing import Annotated, Any, TypeVar
 
 from eqx_decoders.cli.plugins import HELP
 from eqx_decoders.context import ExecutionConfig
-from eqx_decoders.training.config_file import field_types, flat_settings, with_settings
-from eqx_decoders.training.flags import flag, long_flag
+from eqx_decoders.training.settings.flags import flag, long_flag
+from eqx_decoders.training.settings.values import field_types, flat_settings, with_settings
 
 
 T = TypeVar("T")
 
 HELP_ALL = "--help-all"
 
-# Names in error messages of fields that stand in settings under another name: of groups, and of prefixes of fields.
+# Classes in the error messages of groups of settings, and of settings whose names start with a prefix, if the class
+# differs from that of the settings.
 _GROUP_CLASSES = {"mesh": "Layout", "pipeline": "Pipeline", "low_precision": "LowPrecision", "lora": "LoRAConfig"}
 _PREFIX_CLASSES = {"remat_": "Remat."}
 
@@ -43,15 +44,16 @@ def parse_flags(
     prog: str | None = None,
     description: str | None = None,
 ) -> T:
-    """Parse a command line as changes of the settings `default`; exit with 2 for unknown flags.
+    """Return the settings `default` with the values of a command line. Exits with code 2 for unknown flags.
 
     **Arguments:**
 
     - `titles`: title of the group of flags for the fields of each class.
-    - `first`: dotted names of the settings that most people need; they are the first group, "basic".
-    - `types`: types of tyro in place of those of fields, by dotted name.
-    - `required`: dotted names of the settings without a default: arguments without a flag, in this order.
-    - `hidden`: dotted names of the settings that `--help` leaves out. `--help-all` shows them.
+    - `first`: dotted names of the settings in the first group, "basic".
+    - `types`: types that tyro uses in place of the types of the fields, by dotted name.
+    - `required`: dotted names of the settings without a default. They are positional arguments, in this order.
+    - `hidden`: dotted names of the settings that `--help` omits. `--help-all` shows them.
+    - `args`, `prog`, `description`: the command line, the name of the program and its description; see `argparse`.
     """
     import tyro
 
@@ -59,7 +61,7 @@ def parse_flags(
     if HELP_ALL in args:
         args, hidden = ["--help"], ()
     elif "--help" not in args and "-h" not in args:
-        hidden = ()  # hidden flags are parsed, of course
+        hidden = ()  # only the help omits them
 
     groups = _grouped(default, titles, first)
     hints = field_types(type(default)) | dict(types or {})
@@ -84,7 +86,7 @@ def parse_flags(
         whole = dataclasses.field() if set(required) & set(names) else dataclasses.field(default_factory=group)
         parts.append((title, Annotated[group, tyro.conf.OmitArgPrefixes], whole))
     flags = dataclasses.make_dataclass("Flags", parts, kw_only=True)
-    flags.__module__ = "builtins"  # of these no source is searched for comments: that took half of the time
+    flags.__module__ = "builtins"  # tyro does not search its source for comments, which would take half of the time
     parsed = tyro.cli(
         flags,
         args=args,
@@ -100,7 +102,7 @@ def parse_flags(
 
 
 def _grouped(default: Any, titles: Mapping[type, str], first: Sequence[str]) -> dict[str, list[str]]:
-    """Return the dotted names of all settings by the title of their group, in the order in which help shows them."""
+    """Return the dotted names of the settings in each group, by title, in the order of the help."""
     kind, groups = type(default), {"basic": list(first)} if first else {}
     groups |= {title: [] for title in titles.values()}
     for name in flat_settings(default):
@@ -113,7 +115,7 @@ def _grouped(default: Any, titles: Mapping[type, str], first: Sequence[str]) -> 
 
 @functools.cache
 def help_texts(kind: type[Any], prefix: str = "") -> dict[str, str]:
-    """Return the documentation of each setting of a class, and of those inside it, by dotted name."""
+    """Return the help texts of the settings of a class and of its nested classes, by dotted name."""
     texts: dict[str, str] = {}
     for cls in reversed(kind.__mro__):
         if dataclasses.is_dataclass(cls):
@@ -126,12 +128,12 @@ def help_texts(kind: type[Any], prefix: str = "") -> dict[str, str]:
 
 
 def _documented(cls: type) -> dict[str, str]:
-    """Return the texts about fields in the source of a class: below a field, or in the list of its docstring."""
+    """Return the help texts of the fields of a class: the docstrings below fields, or the list in its docstring."""
     listed = re.findall(r"^- ((?:`\w+`,? ?)+): (.*?)(?=\n- `|\Z)", inspect.getdoc(cls) or "", re.S | re.M)
     texts = {name: _capitalized(text) for names, text in listed for name in re.findall(r"`(\w+)`", names)}
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    except (OSError, TypeError):  # installed without sources: flags without help are flags
+    except (OSError, TypeError):  # the package is installed without sources: there are no help texts
         tree = ast.Module([], [])
     body = [node for each in tree.body if isinstance(each, ast.ClassDef) for node in each.body]
     for field, below in itertools.pairwise(body):
@@ -142,14 +144,14 @@ def _documented(cls: type) -> dict[str, str]:
 
 
 def _capitalized(text: str) -> str:
-    """Begin a text with a capital, unless its first word is a value: `adamw, lion or muon`, `none: all of them`."""
+    """Capitalize a text, unless its first word is a value: `adamw, lion or muon`, `none: all of them`."""
     return text if re.match(r"\S+[:,]", text) else text[:1].upper() + text[1:]
 
 
 def flag_names(kind: type[Any]) -> dict[str, str]:
-    """Return the flag of every setting, by its dotted name, by the names in error messages, and without `data.`."""
+    """Return the flag of each setting, by its dotted name, by its names in error messages, and without `data.`."""
     required = {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
-    names = [name for name in field_types(kind) if name not in required]  # a required one is an argument, no flag
+    names = [name for name in field_types(kind) if name not in required]  # required settings are positional arguments
     by_name = {name: flag(name) for name in names}
     by_name |= {name.removeprefix("data."): value for name, value in by_name.items()}
     for group, hint in typing.get_type_hints(kind).items():

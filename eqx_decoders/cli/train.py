@@ -30,7 +30,14 @@ from eqx_decoders.io.program_cache import keep_programs
 from eqx_decoders.io.run_lock import check_run_dir
 from eqx_decoders.model.weight_table import describe
 from eqx_decoders.rl.methods import train
-from eqx_decoders.training.config import (
+from eqx_decoders.training.run.directory import RunDirectory
+from eqx_decoders.training.run.model import abstract_run
+from eqx_decoders.training.run.preview import describe_data
+from eqx_decoders.training.run.trackers import check_installed
+from eqx_decoders.training.settings.files import is_settings_of_run, settings_to_resume, with_file
+from eqx_decoders.training.settings.flags import flag, long_flag
+from eqx_decoders.training.settings.methods import METHOD_RULES
+from eqx_decoders.training.settings.run import (
     DataSettings,
     MethodSettings,
     ProcessSettings,
@@ -38,15 +45,8 @@ from eqx_decoders.training.config import (
     TrainConfig,
     TrainedModelSettings,
 )
-from eqx_decoders.training.config_file import flat_settings, with_settings
-from eqx_decoders.training.flags import flag, long_flag
-from eqx_decoders.training.methods.method_kinds import KINDS
-from eqx_decoders.training.run.directory import RunDirectory
-from eqx_decoders.training.run.model import abstract_run
-from eqx_decoders.training.run.preview import describe_data
-from eqx_decoders.training.run.trackers import check_installed
-from eqx_decoders.training.settings_file import is_of_a_run, of_a_new_start, with_file
-from eqx_decoders.training.step_settings import ModelSettings, StepSettings
+from eqx_decoders.training.settings.step import ModelSettings, StepSettings
+from eqx_decoders.training.settings.values import flat_settings, with_settings
 
 
 # Flags that are listed first in the help: a first run needs no others.
@@ -157,7 +157,7 @@ def _hidden_in_help(args: Sequence[str], method: str) -> set[str]:
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument("--method", default=method)
     method = finder.parse_known_args(args)[0].method
-    groups = (*HELP_GROUPS, *(KINDS[method].groups if method in KINDS else ()))
+    groups = (*HELP_GROUPS, *(METHOD_RULES[method].groups if method in METHOD_RULES else ()))
     shown = {name for cls in HELP_TITLES for name in inspect.get_annotations(cls)} | set(BASIC)
     given = {word.partition("=")[0] for word in args}
     return {
@@ -195,7 +195,8 @@ def _defaults(args: Sequence[str] | None) -> TrainConfig:
         with_preset = with_settings(settings, preset, checked=False)
         if arguments.config is None:
             return with_preset
-        if is_of_a_run(arguments.config):  # this file has all settings: the flag of the preset takes precedence over it
+        if is_settings_of_run(arguments.config):
+            # The file has all settings of a run. The flag of the preset takes precedence over them.
             return with_settings(with_file(settings, arguments.config), preset, checked=False)
         return with_file(with_preset, arguments.config, without=[*preset])
 
@@ -203,7 +204,7 @@ def _defaults(args: Sequence[str] | None) -> TrainConfig:
     expand_paths(new, "run_dir", "checkpoint_dir")
     run_dir = arguments.run_dir or new.run_dir
     run = RunDirectory.find(run_dir, arguments.checkpoint_dir or new.checkpoint_dir)
-    return new if run is None else with_preset_and_file(of_a_new_start(run.settings, run_dir))
+    return new if run is None else with_preset_and_file(settings_to_resume(run.settings, run_dir))
 
 
 def _fails_without_flags(default: TrainConfig, error: ConfigError) -> bool:

@@ -10,14 +10,14 @@ from eqx_decoders.io.status import StatusLine
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.init import add_score_head
 from eqx_decoders.sharding.axes import named_leaves, replaced
-from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.lora import add_lora
-from eqx_decoders.training.lora_config import LORA_WEIGHTS
 from eqx_decoders.training.methods.method import MethodStart
 from eqx_decoders.training.methods.teachers import check_same_tokens
 from eqx_decoders.training.objectives.scores import ValueObjective
 from eqx_decoders.training.run.log import print_status
 from eqx_decoders.training.run.model import abstract_base, new_base
+from eqx_decoders.training.settings.lora import LORA_WEIGHTS
+from eqx_decoders.training.settings.run import TrainConfig
 from eqx_decoders.training.step.critic import Critic
 from eqx_decoders.training.step.step import Trainer
 

@@ -23,7 +23,7 @@ from eqx_decoders.rl.turns import CompletionParser, ConversationEncoder, ParsedT
 from eqx_decoders.serving.engine.request import RequestOutput
 from eqx_decoders.serving.engine.sampler import SamplingParams
 from eqx_decoders.serving.rollouts import Rollout, request_with_log_probs, sample_seed, try_submit
-from eqx_decoders.training.methods.rl_config import RLConfig
+from eqx_decoders.training.settings.rl import RLConfig
 
 
 Message = Mapping[str, Any]

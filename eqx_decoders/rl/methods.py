@@ -4,13 +4,13 @@ This table is in `rl`, and not in `training`, because packages import only from 
 `tests/test_imports.py`): `training` cannot import the methods that sample completions.
 """
 
-from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.methods import distill
 from eqx_decoders.training.methods.method import MethodStart, OpenedMethod
 from eqx_decoders.training.methods.preference import open_preferences, open_rewards
 from eqx_decoders.training.methods.sft import open_texts
 from eqx_decoders.training.run import loop
 from eqx_decoders.training.run.start import Methods
+from eqx_decoders.training.settings.run import TrainConfig
 
 
 def open_rl(start: MethodStart) -> OpenedMethod:

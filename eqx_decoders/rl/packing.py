@@ -17,7 +17,6 @@ from eqx_decoders.data.signals import Signals
 from eqx_decoders.errors import DataError
 from eqx_decoders.rl.completions import Completion, Segment
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.training.methods.rl_config import RLConfig
 from eqx_decoders.training.objectives.advantages import (
     Baseline,
     generalized_advantages,
@@ -25,6 +24,7 @@ from eqx_decoders.training.objectives.advantages import (
     token_weights,
     whiten,
 )
+from eqx_decoders.training.settings.rl import RLConfig
 
 
 PerToken = Sequence[np.ndarray]  # for each completion, an array with an element for each sampled token

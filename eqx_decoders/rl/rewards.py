@@ -21,11 +21,11 @@ from eqx_decoders.model.weights_fingerprint import weights_fingerprint
 from eqx_decoders.rl.completions import EPISODE_ENDS, Completion, Episode, Groups
 from eqx_decoders.rl.packing import CompletionPacker
 from eqx_decoders.serving.rollouts import Rollout
-from eqx_decoders.training.methods.rl_config import RLConfig
 from eqx_decoders.training.methods.teachers import check_same_tokens
 from eqx_decoders.training.objectives.advantages import overlong_penalty
 from eqx_decoders.training.objectives.scores import reward_scores
 from eqx_decoders.training.run.log import new_figure, read_metrics, series_of
+from eqx_decoders.training.settings.rl import RLConfig
 
 
 # --- reward functions -------------------------------------------------------------------------------------------------

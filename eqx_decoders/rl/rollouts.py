@@ -28,8 +28,8 @@ from eqx_decoders.rl.rewards import RewardFunction, RewardModel
 from eqx_decoders.serving.engine.request import Request, RequestOutput
 from eqx_decoders.serving.rollouts import rollout
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.methods.rl_config import RLConfig
+from eqx_decoders.training.settings.rl import RLConfig
+from eqx_decoders.training.settings.run import TrainConfig
 from eqx_decoders.training.step.train_state import TrainState
 
 

@@ -44,11 +44,9 @@ from eqx_decoders.rl.turns import rewritten_turns
 from eqx_decoders.serving import Engine
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.describe import describe_devices
 from eqx_decoders.training.lora import without_lora
-from eqx_decoders.training.mesh_config import describe_devices
 from eqx_decoders.training.methods.method import MethodStart, OpenedMethod, held_out_metrics
-from eqx_decoders.training.methods.rl_config import RLConfig
 from eqx_decoders.training.methods.teachers import load_teacher
 from eqx_decoders.training.objectives.distillation import DistillObjective
 from eqx_decoders.training.objectives.objectives import PolicyObjective
@@ -56,7 +54,9 @@ from eqx_decoders.training.objectives.scores import token_values
 from eqx_decoders.training.objectives.token_log_probs import token_log_probs
 from eqx_decoders.training.run.log import MetricsRow, print_status
 from eqx_decoders.training.run.model import new_base
-from eqx_decoders.training.sampler_config import split_devices
+from eqx_decoders.training.settings.rl import RLConfig
+from eqx_decoders.training.settings.run import TrainConfig
+from eqx_decoders.training.settings.sampler import split_devices
 from eqx_decoders.training.step.loss import Loss
 from eqx_decoders.training.step.train_state import TrainState
 

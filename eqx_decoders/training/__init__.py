@@ -52,7 +52,6 @@ if TYPE_CHECKING:
         prompt_ids as prompt_ids,
     )
     from eqx_decoders.rl.methods import train as train
-    from eqx_decoders.training.config import TrainConfig as TrainConfig
     from eqx_decoders.training.evaluation import (
         evaluate as evaluate,
         evaluate_sets as evaluate_sets,
@@ -68,7 +67,6 @@ if TYPE_CHECKING:
     from eqx_decoders.training.head.vocab_parallel import HeadWeights as HeadWeights
     from eqx_decoders.training.held_out import HeldOut as HeldOut
     from eqx_decoders.training.lora import add_lora as add_lora, merge_lora as merge_lora
-    from eqx_decoders.training.lora_config import LORA_WEIGHTS as LORA_WEIGHTS, LoRAConfig as LoRAConfig
     from eqx_decoders.training.objectives.advantages import (
         generalized_advantages as generalized_advantages,
         group_advantages as group_advantages,
@@ -99,6 +97,8 @@ if TYPE_CHECKING:
         make_schedule as make_schedule,
     )
     from eqx_decoders.training.run.load_export import load_run as load_run, load_text_run as load_text_run
+    from eqx_decoders.training.settings.lora import LORA_WEIGHTS as LORA_WEIGHTS, LoRAConfig as LoRAConfig
+    from eqx_decoders.training.settings.run import TrainConfig as TrainConfig
     from eqx_decoders.training.step.loss import next_token_loss as next_token_loss, token_loss_sum as token_loss_sum
     from eqx_decoders.training.step.loss_metrics import LossMetrics as LossMetrics
     from eqx_decoders.training.step.step import Trainer as Trainer
@@ -115,11 +115,11 @@ __getattr__, __all__, __dir__ = lazy(
         "data.batches": "Batches",
         "data.config": "DataConfig",
         "data.dataset": "make_dataset make_held_out_sets",
-        "training.config": "TrainConfig",
+        "training.settings.run": "TrainConfig",
         "training.evaluation": "evaluate evaluate_sets sample_text",
         "training.held_out": "HeldOut",
         "training.lora": "add_lora merge_lora",
-        "training.lora_config": "LORA_WEIGHTS LoRAConfig",
+        "training.settings.lora": "LORA_WEIGHTS LoRAConfig",
         "training.step.loss": "next_token_loss token_loss_sum",
         "data.signals": "Signals",
         "training.head.divergence": "Divergence linear_divergence top_divergence",

@@ -24,7 +24,7 @@ from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights, pair_axes
 from eqx_decoders.numerics.quantized_weight import plain_shapes, whole_weights
 from eqx_decoders.sharding.axes import Axes, axes, frozen, matching, named_leaves, product_axes, replaced
 from eqx_decoders.sharding.layout import out_shardings, partitions
-from eqx_decoders.training.lora_config import LoRAConfig
+from eqx_decoders.training.settings.lora import LoRAConfig
 
 
 _NEW = ("lora_a", "lora_b", "lora_magnitude", "start_a", "start_b")

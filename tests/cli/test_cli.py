@@ -15,10 +15,10 @@ from eqx_decoders.cli.setting_flags import flag_names
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.exit_codes import EXIT_SIGPIPE
-from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.mesh_config import MeshConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
-from eqx_decoders.training.settings_file import save_settings
+from eqx_decoders.training.settings.files import save_settings
+from eqx_decoders.training.settings.run import TrainConfig
+from eqx_decoders.training.settings.step import MeshConfig
 from tests.commands import ROOT, call
 from tests.errors import assert_names, refused
 

@@ -14,10 +14,10 @@ from eqx_decoders.cli.convert import Import, Verify
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.huggingface import verify
 from eqx_decoders.sharding.axes import named_leaves, replaced
-from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.run.directory import RunDirectory, resume
-from eqx_decoders.training.settings_file import load_settings, save_settings
+from eqx_decoders.training.settings.files import load_settings, save_settings
+from eqx_decoders.training.settings.run import TrainConfig
 from tests.commands import ROOT, call
 from tests.compare import assert_array_equal
 from tests.errors import assert_names

@@ -23,7 +23,7 @@ from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.planned_step import Operations, Plan
 from eqx_decoders.planning.roofline import Roofline
 from eqx_decoders.sharding.chips import CHIPS
-from eqx_decoders.training.mesh_config import MeshConfig
+from eqx_decoders.training.settings.step import MeshConfig
 from tests.commands import call, run
 from tests.errors import assert_names, refused
 

@@ -13,7 +13,7 @@ import eqx_decoders as ed
 from eqx_decoders.core import auto_jit
 from eqx_decoders.core.auto_jit import bounded_jit, concrete, is_staged, jit_if_eager
 from eqx_decoders.training.lora import add_lora
-from eqx_decoders.training.lora_config import LoRAConfig
+from eqx_decoders.training.settings.lora import LoRAConfig
 from tests.commands import ROOT
 from tests.compare import assert_array_equal, assert_close
 from tests.models import filled, rich_decoder, some_tokens

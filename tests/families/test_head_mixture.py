@@ -15,7 +15,7 @@ from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
-from eqx_decoders.training.lora_config import LoRAConfig
+from eqx_decoders.training.settings.lora import LoRAConfig
 from tests.compare import assert_close
 from tests.errors import refused
 from tests.layers.common import BF16, apply, context, drawn, normal

@@ -22,8 +22,8 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.sharding.axes import axes, named_leaves, product_axes
 from eqx_decoders.training.lora import add_lora
-from eqx_decoders.training.lora_config import LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.settings.lora import LoRAConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_close
 from tests.errors import refused

@@ -27,8 +27,8 @@ from eqx_decoders.numerics.rounded_weight import Rounded, round_weights
 from eqx_decoders.sharding.axes import axes, named_leaves
 from eqx_decoders.sharding.chips import CHIPS
 from eqx_decoders.training.lora import add_lora
-from eqx_decoders.training.lora_config import LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.settings.lora import LoRAConfig
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
 from tests.compare import assert_allclose, assert_close

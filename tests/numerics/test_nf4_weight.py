@@ -19,8 +19,8 @@ from eqx_decoders.numerics.nf4_weight import LEVELS, NF4, NF4Weight
 from eqx_decoders.numerics.quantized_weight import quantized_weights
 from eqx_decoders.sharding.axes import axes, frozen, named_leaves, replaced
 from eqx_decoders.training.lora import add_lora, merge_lora
-from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.settings.lora import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.errors import refused

@@ -26,8 +26,8 @@ from eqx_decoders.numerics.rounded_weight import round_weights
 from eqx_decoders.sharding.axes import axes, frozen, named_leaves, replaced
 from eqx_decoders.sharding.layout import WEIGHTS
 from eqx_decoders.training.lora import add_lora, merge_lora
-from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.settings.lora import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_close
 from tests.errors import refused

@@ -12,7 +12,7 @@ from eqx_decoders.rl.completions import Completion, Episode, Segment
 from eqx_decoders.rl.packing import StepAdvantages, explained_variance, pack_completions, step_advantages, token_rewards
 from eqx_decoders.rl.rollouts import has_zero_variance
 from eqx_decoders.serving.rollouts import Rollout
-from eqx_decoders.training.methods.rl_config import CriticConfig, RLConfig
+from eqx_decoders.training.settings.rl import CriticConfig, RLConfig
 from tests.compare import assert_allclose
 from tests.errors import assert_names, refused
 

@@ -19,8 +19,8 @@ from eqx_decoders.rl.packing import StepAdvantages, pack_completions
 from eqx_decoders.rl.rollouts import SamplerEngine
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.engine import Engine
-from eqx_decoders.training.methods.rl_config import RLConfig
 from eqx_decoders.training.objectives.token_log_probs import token_log_probs
+from eqx_decoders.training.settings.rl import RLConfig
 from tests.commands import steps_of
 from tests.errors import assert_names
 from tests.rl.test_run import BASE, completions_of, figures, train

@@ -20,7 +20,7 @@ from eqx_decoders.rl.packing import pack_completions, step_advantages
 from eqx_decoders.rl.rewards import reward_metrics
 from eqx_decoders.serving.engine.request import QueueFull, RequestOutput
 from eqx_decoders.serving.engine.sampler import TokenScore
-from eqx_decoders.training.methods.rl_config import RLConfig
+from eqx_decoders.training.settings.rl import RLConfig
 from tests.compare import assert_allclose, assert_array_equal
 from tests.errors import assert_names, refused
 from tests.rl.test_turns import TRIMS

@@ -16,8 +16,8 @@ from eqx_decoders.rl.completions import Completion, CompletionFiles, Episode, Se
 from eqx_decoders.rl.packing import pack_completions, place_completions, possible_row_counts, step_advantages
 from eqx_decoders.rl.rewards import RewardFunction, reward_metrics
 from eqx_decoders.serving.rollouts import Rollout
-from eqx_decoders.training.methods.rl_config import PRESETS, RLConfig
 from eqx_decoders.training.objectives.policy_loss import PolicyLoss
+from eqx_decoders.training.settings.rl import PRESETS, RLConfig
 from tests.compare import assert_allclose, assert_array_equal
 from tests.errors import refused
 

@@ -21,9 +21,9 @@ from eqx_decoders.rl.packing import CompletionPacker
 from eqx_decoders.rl.rewards import RewardModel, load_reward_model
 from eqx_decoders.serving.rollouts import Rollout
 from eqx_decoders.sharding.axes import named_leaves, replaced
-from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.methods.rl_config import RLConfig
 from eqx_decoders.training.objectives.scores import reward_scores
+from eqx_decoders.training.settings.rl import RLConfig
+from eqx_decoders.training.settings.run import TrainConfig
 from tests.commands import call, steps_of
 from tests.errors import assert_names, refused
 from tests.programs import compilations

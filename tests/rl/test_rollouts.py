@@ -18,10 +18,10 @@ from eqx_decoders.rl.completions import Completion, CompletionFiles
 from eqx_decoders.rl.rollouts import Sampler, SamplerEngine, StepRollouts, sampling_metrics
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.rollouts import Rollout
-from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.methods.rl_config import RLConfig
 from eqx_decoders.training.objectives.policy_loss import Correction, PolicyLoss
-from eqx_decoders.training.sampler_config import SamplerConfig
+from eqx_decoders.training.settings.rl import RLConfig
+from eqx_decoders.training.settings.run import TrainConfig
+from eqx_decoders.training.settings.sampler import SamplerConfig
 from eqx_decoders.training.step.train_state import TrainState
 from tests.errors import refused
 

@@ -28,10 +28,10 @@ from eqx_decoders.rl.rollouts import SamplerEngine
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.sharding.axes import axes, named_leaves
 from eqx_decoders.sharding.backend import backend_of
-from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.methods.distill_config import DistillConfig
 from eqx_decoders.training.run.load_export import load_run
-from eqx_decoders.training.sampler_config import SamplerConfig, split_devices
+from eqx_decoders.training.settings.distill import DistillConfig
+from eqx_decoders.training.settings.run import TrainConfig
+from eqx_decoders.training.settings.sampler import SamplerConfig, split_devices
 from tests.commands import ENVIRONMENT, ROOT, call, steps_of
 from tests.compare import assert_allclose
 from tests.errors import assert_names, refused

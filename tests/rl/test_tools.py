@@ -14,7 +14,7 @@ from eqx_decoders.rl.tools import ToolEnvironment, tool_schema
 from eqx_decoders.rl.turns import accepts_tool_calls_in_text
 from eqx_decoders.serving.engine.request import RequestOutput
 from eqx_decoders.serving.engine.sampler import TokenScore
-from eqx_decoders.training.methods.rl_config import RLConfig
+from eqx_decoders.training.settings.rl import RLConfig
 from tests.data.test_chats import FOLDER, template_of
 from tests.errors import assert_names, refused
 

@@ -28,10 +28,10 @@ from eqx_decoders.planning.traced_memory import abstract_batch
 from eqx_decoders.sharding import explicit as explicit_module
 from eqx_decoders.sharding.axes import output_axes
 from eqx_decoders.sharding.explicit import spec_of
-from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.evaluation import evaluate
 from eqx_decoders.training.llama_lti import llama_lti, materialize
 from eqx_decoders.training.lora import LoRAConfig, add_lora, merge_lora
+from eqx_decoders.training.settings.run import TrainConfig
 from eqx_decoders.training.step.loss import token_loss_sum
 from tests.compare import assert_close
 from tests.errors import refused

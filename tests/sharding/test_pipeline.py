@@ -19,8 +19,9 @@ from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.sharding.pipeline import run_pipeline
 from eqx_decoders.sharding.pipeline_config import PipelineConfig
-from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.mesh_config import MeshConfig, describe_pipeline
+from eqx_decoders.training.describe import describe_pipeline
+from eqx_decoders.training.settings.run import TrainConfig
+from eqx_decoders.training.settings.step import MeshConfig
 from tests.cases import check, draw, legal
 from tests.compare import assert_array_equal, assert_close
 from tests.errors import refused

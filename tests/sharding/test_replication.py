@@ -9,7 +9,7 @@ import eqx_decoders as ed
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.sharding.layout import WEIGHTS, device_bytes
 from eqx_decoders.sharding.replication import check_replicated, replicated_weights, splitting_axes
-from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.settings.run import TrainConfig
 from tests.errors import refused
 from tests.models import rich_decoder
 

@@ -17,8 +17,8 @@ from eqx_decoders.numerics.einsum import einsum, grouped_products
 from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights
 from eqx_decoders.sharding.axes import axes, named_leaves, replaced
 from eqx_decoders.training.lora import add_lora, merge_lora, without_lora
-from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, muon_dimensions
+from eqx_decoders.training.settings.lora import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
 from tests.compare import assert_allclose, assert_array_equal, assert_close

@@ -20,22 +20,22 @@ from eqx_decoders.io.huggingface.export_directory import exported_directory
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.remat import Remat
 from eqx_decoders.rl.methods import METHODS
-from eqx_decoders.training.config import METHOD_GROUPS, TrainConfig
-from eqx_decoders.training.config_file import field_types, with_settings
-from eqx_decoders.training.flags import SHORT_FLAGS, long_flag
-from eqx_decoders.training.lora_config import LoRAConfig, LoRASettings
-from eqx_decoders.training.mesh_config import MeshConfig
-from eqx_decoders.training.methods.method_kinds import KINDS
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.run.directory import RunDirectory
-from eqx_decoders.training.settings_file import (
+from eqx_decoders.training.settings.files import (
     changed_settings,
-    is_of_a_run,
+    is_settings_of_run,
     load_settings,
     save_settings,
     settings_json,
     with_file,
 )
+from eqx_decoders.training.settings.flags import SHORT_FLAGS, long_flag
+from eqx_decoders.training.settings.lora import LoRAConfig, LoRASettings
+from eqx_decoders.training.settings.methods import METHOD_RULES
+from eqx_decoders.training.settings.run import METHOD_GROUPS, TrainConfig
+from eqx_decoders.training.settings.step import MeshConfig
+from eqx_decoders.training.settings.values import field_types, with_settings
 from eqx_decoders.training.step.step_config import StepConfig
 from tests.commands import call
 from tests.errors import assert_names, refused
@@ -203,12 +203,12 @@ def test_json_and_yaml_files_give_the_same_settings(tmp_path):
     values |= {"export": str(tmp_path), "data": {"seq_len": 16}, "checkpoint_dir": "c"}
     for name in ("run.json", "run.yaml"):
         (tmp_path / name).write_text(json.dumps(values))  # YAML reads JSON
-        assert not is_of_a_run(tmp_path / name)
+        assert not is_settings_of_run(tmp_path / name)
     found = [with_file(TrainConfig(), tmp_path / name) for name in ("run.json", "run.yaml")]
     assert found[0].run_dir == "there" and found[0].distributed and found[0].export == str(tmp_path)
     assert found[0] == dataclasses.replace(found[1], config=found[0].config)
     save_settings(TrainConfig(), tmp_path / "settings.json")
-    assert is_of_a_run(tmp_path / "settings.json")
+    assert is_settings_of_run(tmp_path / "settings.json")
 
 
 def test_history_of_changes_has_step_and_time(tmp_path):
@@ -231,8 +231,8 @@ def test_options_of_one_start_are_no_changes():
 
 def test_both_tables_have_every_method():
     names = get_args(field_types(TrainConfig)["method"])
-    assert tuple(KINDS) == names == tuple(METHODS)
-    assert {group for kind in KINDS.values() for group in kind.groups} == set(METHOD_GROUPS)
+    assert tuple(METHOD_RULES) == names == tuple(METHODS)
+    assert {group for kind in METHOD_RULES.values() for group in kind.groups} == set(METHOD_GROUPS)
 
 
 def test_flag_names_are_those_of_the_command_line():

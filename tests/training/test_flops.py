@@ -17,7 +17,7 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.flops import device_flops, flops_per_token, matmul_parameters, measured_flops, peak_flops
 from eqx_decoders.training.lora import add_lora
-from eqx_decoders.training.lora_config import LoRAConfig
+from eqx_decoders.training.settings.lora import LoRAConfig
 from tests.models import EMBED, HEAD_DIM, VOCAB, rich_decoder
 
 

@@ -17,8 +17,8 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.sharding.axes import axes, named_leaves, path_name
 from eqx_decoders.training.llama_lti import llama_lti, materialize, with_teacher
 from eqx_decoders.training.lora import add_lora
-from eqx_decoders.training.lora_config import LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.settings.lora import LoRAConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_array_equal, assert_close
 from tests.errors import refused

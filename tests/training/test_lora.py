@@ -21,8 +21,8 @@ from eqx_decoders.numerics.einsum import einsum
 from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights, pair_axes
 from eqx_decoders.sharding.axes import axes, matching, named_leaves, product_axes, replaced
 from eqx_decoders.training.lora import add_lora, merge_lora
-from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, muon_dimensions
+from eqx_decoders.training.settings.lora import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
 from tests.adapters import CONFIG, RICH, pairs, shapes, trained

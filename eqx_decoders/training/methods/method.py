@@ -19,9 +19,9 @@ from eqx_decoders.data.prompt_batches import PromptBatches
 from eqx_decoders.errors import check
 from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.run.directory import RunDirectory
 from eqx_decoders.training.run.log import MetricsRow
+from eqx_decoders.training.settings.run import TrainConfig
 from eqx_decoders.training.step.loss import Loss
 from eqx_decoders.training.step.loss_weights import moved_loss_weights, with_loss_weights
 from eqx_decoders.training.step.train_state import TrainState

@@ -25,7 +25,6 @@ from eqx_decoders.io.huggingface.load import load_hf
 from eqx_decoders.io.processes import LONG, all_gather_json, check_same
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.lora import without_lora
 from eqx_decoders.training.methods.method import BatchMethod, MethodStart, OpenedMethod
 from eqx_decoders.training.methods.saved_signals import RowSegment, SavedSignals, rows_of_process
@@ -35,6 +34,7 @@ from eqx_decoders.training.objectives.token_log_probs import token_log_probs
 from eqx_decoders.training.run.directory import RunDirectory
 from eqx_decoders.training.run.log import MetricsRow, print_status
 from eqx_decoders.training.run.model import new_base
+from eqx_decoders.training.settings.run import TrainConfig
 from eqx_decoders.training.step.train_state import TrainState
 
 

@@ -41,15 +41,9 @@ from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig
-from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.settings_file import (
-    Changes,
-    changed_settings,
-    check_changes,
-    load_settings,
-    save_settings,
-)
-from eqx_decoders.training.step_settings import ModelSettings
+from eqx_decoders.training.settings.files import Changes, changed_settings, check_changes, load_settings, save_settings
+from eqx_decoders.training.settings.run import TrainConfig
+from eqx_decoders.training.settings.step import ModelSettings
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,13 +23,13 @@ from eqx_decoders.inference.generation import generate
 from eqx_decoders.io.processes import Stop
 from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.evaluation import evaluate_sets, sample_text
 from eqx_decoders.training.held_out import HeldOut
 from eqx_decoders.training.methods.method import Method
 from eqx_decoders.training.run.log import MetricsRow, plot_images
 from eqx_decoders.training.run.start import Run
 from eqx_decoders.training.run.trackers import Trackers
+from eqx_decoders.training.settings.run import TrainConfig
 from eqx_decoders.training.step.train_state import TrainState
 
 

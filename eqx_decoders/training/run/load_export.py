@@ -26,12 +26,12 @@ from eqx_decoders.io.text.chat_template import load_chat_template
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.axes import named_leaves, replaced
-from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.lora import merge_lora
 from eqx_decoders.training.optimizer.resume import ema_weights
 from eqx_decoders.training.run.directory import RunDirectory
 from eqx_decoders.training.run.model import abstract_run, with_params_dtype
-from eqx_decoders.training.settings_file import is_new
+from eqx_decoders.training.settings.files import is_new
+from eqx_decoders.training.settings.run import TrainConfig
 
 
 def load_run(

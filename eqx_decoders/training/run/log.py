@@ -22,9 +22,9 @@ from eqx_decoders.io.status import duration
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.sharding.layout import device_bytes
-from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.describe import describe_devices, describe_low_precision, describe_pipeline
 from eqx_decoders.training.held_out import HeldOut, describe_held_out
-from eqx_decoders.training.mesh_config import describe_devices, describe_low_precision, describe_pipeline
+from eqx_decoders.training.settings.run import TrainConfig
 
 
 MetricsRow = dict[str, Any]

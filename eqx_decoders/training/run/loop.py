@@ -20,8 +20,6 @@ from eqx_decoders.io.interrupt import Interrupt
 from eqx_decoders.io.processes import AHEAD, LONG, Stop, all_gather_json, wait_for_failure
 from eqx_decoders.io.run_lock import RunLock, check_run_dir
 from eqx_decoders.io.status import StatusLine, showing
-from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.config_file import flat_settings
 from eqx_decoders.training.flops import device_flops, flops_per_token
 from eqx_decoders.training.run.directory import RunDirectory
 from eqx_decoders.training.run.evaluate import (
@@ -49,7 +47,9 @@ from eqx_decoders.training.run.log import (
 )
 from eqx_decoders.training.run.start import Methods, Run
 from eqx_decoders.training.run.trackers import Trackers, open_trackers
-from eqx_decoders.training.settings_file import settings_json
+from eqx_decoders.training.settings.files import settings_json
+from eqx_decoders.training.settings.run import TrainConfig
+from eqx_decoders.training.settings.values import flat_settings
 from eqx_decoders.training.step.step_log import StepLog
 from eqx_decoders.training.step.train_state import TrainState
 

@@ -12,9 +12,9 @@ from eqx_decoders.io.huggingface.load import abstract_hf, load_hf, read_config
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.init import abstract, add_mtp, add_score_head, init
 from eqx_decoders.sharding.axes import matching, named_leaves, replaced
-from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.lora import add_lora
 from eqx_decoders.training.run.directory import RunDirectory, run_config
+from eqx_decoders.training.settings.run import TrainConfig
 
 
 def abstract_run(run: RunDirectory, execution: Execution = Execution()) -> Decoder:

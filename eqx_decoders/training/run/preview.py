@@ -22,9 +22,9 @@ from eqx_decoders.io.status import quantity
 from eqx_decoders.io.text.chat_template import ChatTemplate, load_chat_template
 from eqx_decoders.io.text.tokenizer import Tokenizer, decode, load_tokenizer, train_bpe
 from eqx_decoders.model.decoder_config import DecoderConfig
-from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.run.directory import RunDirectory, resume, run_config
 from eqx_decoders.training.run.start import open_media
+from eqx_decoders.training.settings.run import TrainConfig
 
 
 NUM_DOCUMENTS = 3  # shown from each source

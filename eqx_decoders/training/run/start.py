@@ -31,16 +31,16 @@ from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.sharding.replication import check_replicated
-from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.config_file import flat_settings
-from eqx_decoders.training.flags import flag
 from eqx_decoders.training.methods.method import Data, Method, MethodStart, OpenedMethod
 from eqx_decoders.training.optimizer.resume import adopt, describe_adoption, ema_weights, is_same, trained_weights
 from eqx_decoders.training.run.directory import RunDirectory, resume, write_config, write_source
 from eqx_decoders.training.run.load_export import check_exports, text_model_of
 from eqx_decoders.training.run.log import MetricsRow, describe_model, print_status
 from eqx_decoders.training.run.model import abstract_run, new_model
-from eqx_decoders.training.settings_file import Changes, is_new, settings_of
+from eqx_decoders.training.settings.files import Changes, is_new, parse_settings
+from eqx_decoders.training.settings.flags import flag
+from eqx_decoders.training.settings.run import TrainConfig
+from eqx_decoders.training.settings.values import flat_settings
 from eqx_decoders.training.step.critic import Critic
 from eqx_decoders.training.step.loss_weights import LOSS_WEIGHTS, loss_shapes
 from eqx_decoders.training.step.step import Trainer
@@ -398,7 +398,7 @@ def restore_state(
         _check_loss_weights(manifest, state)
         if critic is None:
             return state
-        settings = settings_of(manifest["config"])
+        settings = parse_settings(manifest["config"])
         critic_saver = critic.trainer if settings is None else critic.trainer_by(settings)
         critic_savers[manifest["step"]] = critic_saver
         return dataclasses.replace(state, critic=critic_saver.abstract(critic.target, key=key))
@@ -414,7 +414,7 @@ def restore_state(
 
 def _saver_of(manifest: Mapping[str, Any], trainer: Trainer, model: Decoder) -> Trainer:
     """Return the trainer that saved a checkpoint, from its settings; `trainer` if the settings are unknown."""
-    settings = settings_of(manifest["config"])
+    settings = parse_settings(manifest["config"])
     if settings is not None:
         optimizer = settings.optimizer_config()
         saver = Trainer.create(optimizer, model, steps=settings.steps, loss=trainer.loss)

@@ -23,7 +23,7 @@ from eqx_decoders.io.huggingface.peft_config import IGNORED_PEFT_KEYS, UNSUPPORT
 from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights
 from eqx_decoders.sharding.axes import named_leaves, replaced
 from eqx_decoders.training.lora import add_lora, merge_lora, without_lora
-from eqx_decoders.training.lora_config import LoRAConfig
+from eqx_decoders.training.settings.lora import LoRAConfig
 from tests.adapters import pairs, trained
 from tests.compare import assert_allclose, assert_array_equal
 from tests.errors import refused

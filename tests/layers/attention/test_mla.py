@@ -25,7 +25,7 @@ from eqx_decoders.sharding.axes import axes, named_leaves, product_axes, replace
 from eqx_decoders.sharding.layout import device_bytes
 from eqx_decoders.training.flops import flops_per_token
 from eqx_decoders.training.lora import add_lora
-from eqx_decoders.training.lora_config import LoRAConfig
+from eqx_decoders.training.settings.lora import LoRAConfig
 from tests.compare import assert_array_equal, assert_close
 from tests.errors import refused
 from tests.layers.common import apply

@@ -22,7 +22,7 @@ from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.engine.request import Request
 from eqx_decoders.sharding.axes import named_leaves, replaced
 from eqx_decoders.training.lora import add_lora, merge_lora
-from eqx_decoders.training.lora_config import LoRAConfig
+from eqx_decoders.training.settings.lora import LoRAConfig
 from tests.compare import assert_allclose
 from tests.errors import refused
 

@@ -18,7 +18,7 @@ from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.engine.request import Request
 from eqx_decoders.serving.engine.sampler import SamplingParams
 from eqx_decoders.training.lora import add_lora
-from eqx_decoders.training.lora_config import LoRAConfig
+from eqx_decoders.training.settings.lora import LoRAConfig
 from tests.serving.engines import FIXTURES, SMALL, engine_for, request_pool
 
 

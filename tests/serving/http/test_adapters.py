@@ -17,7 +17,7 @@ from eqx_decoders.serving.frontend.prompts import create_frontend
 from eqx_decoders.serving.http.config import ApiConfig
 from eqx_decoders.serving.http.server import bind, run_in_thread
 from eqx_decoders.training.lora import merge_lora
-from eqx_decoders.training.lora_config import LoRAConfig
+from eqx_decoders.training.settings.lora import LoRAConfig
 from tests.adapters import trained
 from tests.compare import assert_array_equal
 from tests.serving.fake_engine import FakeEngine

@@ -15,9 +15,9 @@ from eqx_decoders.planning.hlo import parse
 from eqx_decoders.planning.traced_memory import abstract_batch, state_memory
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.sharding.layout import WEIGHTS, device_bytes
-from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
-from eqx_decoders.training.settings_file import changed_settings, check_changes
+from eqx_decoders.training.settings.files import changed_settings, check_changes
+from eqx_decoders.training.settings.run import TrainConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_close
 from tests.models import filled, rich_decoder

@@ -4,9 +4,9 @@ import dataclasses
 import re
 from pathlib import Path
 
-from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.run.directory import RunDirectory, resume
-from eqx_decoders.training.settings_file import Changes
+from eqx_decoders.training.settings.files import Changes
+from eqx_decoders.training.settings.run import TrainConfig
 
 
 def run_at(settings: TrainConfig, folder: Path | str) -> RunDirectory:

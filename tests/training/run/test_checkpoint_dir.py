@@ -15,9 +15,9 @@ from eqx_decoders.errors import CheckpointError, ConfigError
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.checkpoint.run_backup import RunBackup
 from eqx_decoders.training import train as start_run
-from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.run.loop import MetricsReporter
-from eqx_decoders.training.settings_file import save_settings
+from eqx_decoders.training.settings.files import save_settings
+from eqx_decoders.training.settings.run import TrainConfig
 from tests.buckets import bucket
 from tests.commands import ROOT, call, flags, steps_of, write_corpus
 from tests.errors import assert_names, refused

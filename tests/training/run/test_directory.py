@@ -14,16 +14,16 @@ from eqx_decoders.data.config import DataConfig
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.huggingface.load import read_config
 from eqx_decoders.sharding.axes import named_leaves
-from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.lora_config import LoRASettings
-from eqx_decoders.training.mesh_config import MeshConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.optimizer.resume import trained_weights
 from eqx_decoders.training.run import directory, load_export
 from eqx_decoders.training.run.directory import RunDirectory, write_config, write_source
 from eqx_decoders.training.run.model import abstract_run, new_model
 from eqx_decoders.training.run.start import restore_state
-from eqx_decoders.training.settings_file import load_settings, save_settings, settings_json
+from eqx_decoders.training.settings.files import load_settings, save_settings, settings_json
+from eqx_decoders.training.settings.lora import LoRASettings
+from eqx_decoders.training.settings.run import TrainConfig
+from eqx_decoders.training.settings.step import MeshConfig
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
 from tests.errors import assert_names, refused

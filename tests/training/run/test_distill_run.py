@@ -19,10 +19,10 @@ from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.http.config import ApiConfig
 from eqx_decoders.serving.http.server import bind, run_in_thread
 from eqx_decoders.sharding.axes import named_leaves
-from eqx_decoders.training.methods.distill_config import DistillConfig
 from eqx_decoders.training.methods.teachers import TeacherServer
 from eqx_decoders.training.run.load_export import load_run
 from eqx_decoders.training.run.log import read_metrics
+from eqx_decoders.training.settings.distill import DistillConfig
 from tests.commands import ROOT, call, steps_of
 from tests.compare import assert_allclose
 from tests.errors import assert_names, refused

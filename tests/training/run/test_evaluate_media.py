@@ -18,10 +18,10 @@ from eqx_decoders.errors import DataError
 from eqx_decoders.io.huggingface.load import abstract_hf, read_config
 from eqx_decoders.io.text.chat_template import load_chat_template
 from eqx_decoders.io.text.tokenizer import load_tokenizer
-from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.run import evaluate as module
 from eqx_decoders.training.run.evaluate import Question, answer_questions, describe_answers, plot_answers
 from eqx_decoders.training.run.preview import describe_data
+from eqx_decoders.training.settings.run import TrainConfig
 from tests.commands import call
 from tests.encoders.directories import save_image
 from tests.encoders.test_audio_files import IMAGE, VIDEO, directory

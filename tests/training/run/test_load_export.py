@@ -17,11 +17,11 @@ from eqx_decoders.io.gguf.gguf_header import read_gguf
 from eqx_decoders.io.gguf.gguf_tokenizer import KEYS, TEMPLATE, stop_ids
 from eqx_decoders.io.text.chat_template import load_chat_template
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, load_tokenizer
-from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.lora import add_lora
-from eqx_decoders.training.lora_config import LoRAConfig
 from eqx_decoders.training.run.directory import RunDirectory, write_source
 from eqx_decoders.training.run.load_export import export_adapter, export_run, text_model_of
+from eqx_decoders.training.settings.lora import LoRAConfig
+from eqx_decoders.training.settings.run import TrainConfig
 
 
 BASE = Path(__file__).parents[2] / "fixtures" / "chat_llama"

@@ -28,7 +28,6 @@ from eqx_decoders.io.run_lock import RunLock
 from eqx_decoders.io.status import takes_time
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.model.config_json import with_fields
-from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.evaluation import evaluate
 from eqx_decoders.training.run import evaluate as evaluate_module, loop as run_module, start
 from eqx_decoders.training.run.evaluate import HeldOutEvaluation, SampleEvaluation, errors_as_warnings
@@ -37,7 +36,8 @@ from eqx_decoders.training.run.log import Progress, WallTime, read_metrics
 from eqx_decoders.training.run.loop import CheckpointSaver, MetricsReporter
 from eqx_decoders.training.run.start import Run
 from eqx_decoders.training.run.trackers import Trackers
-from eqx_decoders.training.settings_file import load_settings, save_settings
+from eqx_decoders.training.settings.files import load_settings, save_settings
+from eqx_decoders.training.settings.run import TrainConfig
 from eqx_decoders.training.step import loss as loss_module, step as step_module
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_log import StepLog

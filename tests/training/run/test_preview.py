@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from eqx_decoders.data.config import DataConfig
-from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.run import preview as module
 from eqx_decoders.training.run.preview import describe_data
+from eqx_decoders.training.settings.run import TrainConfig
 
 
 FIXTURE = str(Path(__file__).parents[2] / "fixtures" / "chat_llama")

@@ -12,8 +12,8 @@ from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.planning.traced_memory import abstract_batch, state_memory
 from eqx_decoders.sharding.axes import axes, named_leaves
 from eqx_decoders.sharding.offload import HOST, Offload, can_offload
-from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.settings.run import TrainConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_allclose, assert_array_equal
 from tests.errors import refused

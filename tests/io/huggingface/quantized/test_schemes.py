@@ -21,7 +21,7 @@ from eqx_decoders.model.quantize import GROUPED
 from eqx_decoders.numerics.quantized_weight import quantized_weights
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.lora import add_lora
-from eqx_decoders.training.lora_config import LoRAConfig
+from eqx_decoders.training.settings.lora import LoRAConfig
 from tests.errors import refused
 
 

@@ -1,4 +1,4 @@
-"""All settings of a training run: frozen dataclasses whose field docstrings are the command line's help."""
+"""All settings of a training run. The docstrings of the fields are the help texts of the command line."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ from eqx_decoders.context import Execution
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check
 from eqx_decoders.io.atomic_files import expand_paths
-from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRASettings
-from eqx_decoders.training.methods.distill_config import DistillConfig
-from eqx_decoders.training.methods.method_kinds import check_groups, check_method
-from eqx_decoders.training.methods.preference_config import PreferenceConfig, RewardConfig
-from eqx_decoders.training.methods.rl_config import RLConfig
 from eqx_decoders.training.objectives.preference_loss import KTOLoss
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, make_schedule
-from eqx_decoders.training.sampler_config import SamplerConfig, split_devices
-from eqx_decoders.training.step_settings import ModelSettings, StepSettings
+from eqx_decoders.training.settings.distill import DistillConfig
+from eqx_decoders.training.settings.lora import LORA_WEIGHTS, LoRASettings
+from eqx_decoders.training.settings.methods import check_groups, check_method
+from eqx_decoders.training.settings.preference import PreferenceConfig, RewardConfig
+from eqx_decoders.training.settings.rl import RLConfig
+from eqx_decoders.training.settings.sampler import SamplerConfig, split_devices
+from eqx_decoders.training.settings.step import ModelSettings, StepSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,19 +58,23 @@ class RunSettings(CheckedFields):
     def __post_init__(self):
         super().__post_init__()
         expand_paths(self, "run_dir", "checkpoint_dir", "config", "export", "export_adapter")
-        rule = "must be a path: its lock and its metrics need a file system"
-        local = "://" not in self.run_dir
-        check(local, f"run_dir={self.run_dir!r} {rule}. Give a path, and checkpoint_dir={self.run_dir!r} beside it.")
+        check(
+            "://" not in self.run_dir,
+            f"run_dir={self.run_dir!r} must be a path in a file system, for the lock and the metrics of the run. Set "
+            f"run_dir to a path, and checkpoint_dir={self.run_dir!r}.",
+        )
         if self.export is not None and self.export_adapter is not None:
             one, other = Path(self.export).absolute(), Path(self.export_adapter).absolute()
-            separate = one not in (other, *other.parents) and other not in one.parents
-            text = f"export={self.export!r} and export_adapter={self.export_adapter!r}"
-            check(separate, f"{text} must not be in one another: give two directories.")
+            check(
+                one not in (other, *other.parents) and other not in one.parents,
+                f"export={self.export!r} and export_adapter={self.export_adapter!r} must be separate directories: "
+                "neither may contain the other.",
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainedModelSettings(ModelSettings):
-    """Model, where its weights come from, and which of them are trained."""
+    """Model of a run, its initial weights, and its adapters."""
 
     init_from: str | None = None
     """Checkpoint to start from: a directory in Hugging Face's format, or "org/name" on the hub. It determines the
@@ -85,13 +89,15 @@ class TrainedModelSettings(ModelSettings):
         sources = {"model": None if self.model == "tiny" else self.model}
         sources |= {name: getattr(self, name) for name in ("model_config", "init_from")}
         sources = [f"{name}={value!r}" for name, value in sources.items() if value is not None]
-        check(len(sources) < 2, f"{' and '.join(sources)} exclude each other: leave one out.")
-        free = self.init_from is None or not self.set
+        check(len(sources) < 2, f"{' and '.join(sources)} exclude each other: set only one of them.")
         check(
-            free, f"set={self.set} and init_from={self.init_from!r} exclude each other: its weights have their sizes."
+            self.init_from is None or not self.set,
+            f"set={self.set} and init_from={self.init_from!r} exclude each other: the checkpoint determines the sizes.",
         )
-        sourced = self.init_from is not None or self.init_weights == ("*",)
-        check(sourced, f"init_weights={self.init_weights} needs init_from, where they come from.")
+        check(
+            self.init_from is not None or self.init_weights == ("*",),
+            f"init_weights={self.init_weights} needs init_from, the checkpoint that contains these weights.",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +135,7 @@ class DataSettings(CheckedFields):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MethodSettings(CheckedFields):
-    """What a run learns from its data."""
+    """Training method of a run, and its settings."""
 
     checked_name = ""
     method: Literal["sft", "dpo", "kto", "reward", "rl", "distill"] = "sft"
@@ -154,53 +160,57 @@ METHOD_GROUPS = tuple(field.name for field in dataclasses.fields(MethodSettings)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessSettings(CheckedFields):
-    """Processes of a run, and how it is observed."""
+    """Processes of a run, trackers of its metrics, and its profile."""
 
     checked_name = ""
     distributed: bool = False
-    """This is one of several processes, as a rule one on each host, started with the same flags. JAX finds the others
-    (Cloud TPUs, GKE, SLURM), or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID tell where they are."""
+    """Connect several processes, one per host, which are started with the same flags. JAX detects them on Cloud TPUs,
+    GKE and SLURM. Elsewhere set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."""
     distributed_timeout: PositiveInt = 300
-    """Seconds in which all of them must have started."""
+    """Maximum number of seconds until all processes have started."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] | None = None
-    """Trackers of metrics besides metrics.jsonl; None: tensorboard, if tensorboardX is installed."""
+    """Trackers of metrics, in addition to metrics.jsonl. None: tensorboard, if tensorboardX is installed."""
     profile: tuple[int, int] | None = None
-    """First and last step of a trace, written to `<run-dir>/profile`."""
+    """First and last step of a profiler trace, which is written to `<run-dir>/profile`."""
     peak_tflops: PositiveFloat | None = None
-    """10^12 operations a second that a device can do (a CPU's all count as one), for mfu; None: its data sheet's."""
+    """Peak performance of a device in TFLOP/s, for the metric mfu. All cores of a CPU are one device. None: the value
+    of the data sheet, if it is known."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(ProcessSettings, MethodSettings, StepSettings, DataSettings, TrainedModelSettings, RunSettings):
-    """Train a decoder. Started again on the same run directory, the run is resumed."""
+    """Settings of a training run. If the run directory contains a run, it is resumed."""
 
     def __post_init__(self):
         super().__post_init__()
         if self.profile is not None:
             first, last = self.profile
-            good = 0 < first <= last <= self.steps
             check(
-                good,
+                0 < first <= last <= self.steps,
                 f"profile={self.profile} must be a first and a last step, counted from 1, up to steps={self.steps}.",
             )
-        adapted = self.lora.rank is not None or self.export_adapter is None
-        check(adapted, f"export_adapter={self.export_adapter!r} needs lora.rank: the run trains no adapter.")
+        check(
+            self.lora.rank is not None or self.export_adapter is None,
+            f"export_adapter={self.export_adapter!r} needs lora.rank: the run trains no adapter.",
+        )
         patterns = self.optimizer.trainable
-        free = self.lora.rank is None or patterns == ("*",)
-        check(free, f"optimizer.trainable={patterns} and lora.rank={self.lora.rank} exclude each other: leave one out.")
+        check(
+            self.lora.rank is None or patterns == ("*",),
+            f"optimizer.trainable={patterns} and lora.rank={self.lora.rank} exclude each other: set only one of them.",
+        )
         self.check_rows(self.data.batch_size)
         check_method(self)
         make_schedule(self.optimizer, self.steps)
 
     def optimizer_config(self) -> OptimizerConfig:
-        """Return `optimizer`, which in a LoRA run moves the pairs only."""
+        """Return the settings of the optimizer. With `lora.rank`, only adapters are trained."""
         if self.lora.rank is None:
             return self.optimizer
-        scores = ("head.kernel",) if self.method == "reward" else ()  # new, as the pairs are
-        return dataclasses.replace(self.optimizer, trainable=(*LORA_WEIGHTS, *scores))
+        score_head = ("head.kernel",) if self.method == "reward" else ()
+        return dataclasses.replace(self.optimizer, trainable=(*LORA_WEIGHTS, *score_head))
 
     def execution(self, devices: Sequence[Any] | None = None) -> Execution:
-        """Make layout, dtypes and remat of these devices, or of all devices of this program that train."""
+        """Return the layout, dtypes and remat policy of the steps. `devices`: all devices that train by default."""
         rows = None if self.describe else self.data.batch_size
         if self.sampler.devices and devices is None:
             devices, _ = split_devices(self.sampler.devices)

@@ -13,49 +13,52 @@ LORA_WEIGHTS = ("*.lora_*",)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoRAConfig(CheckedFields):
-    """Settings of low-rank pairs: their weights and sizes."""
+    """Settings of low-rank adapters (LoRA, Hu et al. 2021): the weights that get an adapter, and its size.
+
+    An adapter of a weight `W` has two factors: the layer computes `x W + scale x A B`.
+    """
 
     rank: PositiveInt = 8
-    """Features between the two factors of a pair."""
+    """Rank of the adapters: the number of columns of `A`."""
     alpha: PositiveFloat = 16.0
-    """The product of a pair is multiplied by alpha / rank."""
+    """The scale of an adapter is alpha / rank."""
     targets: Annotated[tuple[str, ...], NonEmpty("pattern, such as '*.mlp.up'")] = ("*.mixer.query", "*.mixer.value")
-    """Patterns of the paths of weights that get a pair; of what they match, the matrices inside the blocks."""
+    """Path patterns of the weights that get an adapter. Only matrices inside blocks get one."""
     rank_pattern: tuple[tuple[str, int], ...] = ()
-    """Patterns of paths whose pairs have another rank, such as '*.mlp.*=16'; the first that matches counts."""
+    """Ranks for path patterns, such as '*.mlp.*=16'. The first matching pattern counts."""
     alpha_pattern: tuple[tuple[str, float], ...] = ()
-    """The same with another alpha."""
+    """Values of alpha for path patterns. The first matching pattern counts."""
     rank_stabilized: bool = False
-    """Multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023)."""
+    """Use the scale alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023)."""
     dora: bool = False
-    """Train the lengths of the columns of weights beside their directions (DoRA, Liu et al. 2024)."""
+    """Also train the norms of the columns of the weights (DoRA, Liu et al. 2024)."""
     init: Literal["zeros", "pissa"] = "zeros"
-    """zeros: the second factor; pissa: pairs are the largest singular values of a weight and their vectors, and are
-    taken out of it (Meng et al. 2024)."""
+    """Initial adapters. zeros: `B` is zero; pissa: the largest singular values of the weight, with their vectors, which
+    are subtracted from the weight (PiSSA, Meng et al. 2024)."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the pairs; None: that in which the model keeps its weights."""
+    """Dtype of the adapters. None: the dtype of the model's weights."""
 
     def __post_init__(self):
         super().__post_init__()
-        for name, rule in (("rank_pattern", "a whole number"), ("alpha_pattern", "a number")):
+        for name, rule in (("rank_pattern", "a positive integer"), ("alpha_pattern", "a positive number")):
             for pattern, value in getattr(self, name):
-                good = not isinstance(value, bool) and 0 < value < math.inf
-                text = f"LoRAConfig.{name}={getattr(self, name)!r}"
                 check(
-                    good, f"{text}: that of {pattern!r} must be {rule} above 0. Weights without a pair are no targets."
+                    not isinstance(value, bool) and 0 < value < math.inf,
+                    f"LoRAConfig.{name}={getattr(self, name)!r}: the value of {pattern!r} must be {rule}. To train "
+                    "weights without an adapter, remove them from targets.",
                 )
 
     def rank_of(self, path: str) -> int:
-        """Return the rank of a weight's pair."""
+        """Return the rank of the adapter of a weight."""
         return _first_match(path, self.rank_pattern, self.rank)
 
     def scale_of(self, path: str) -> float:
-        """Return the factor of the product of a weight's pair."""
+        """Return the scale of the adapter of a weight."""
         return self._scale(self.rank_of(path), _first_match(path, self.alpha_pattern, self.alpha))
 
     @property
     def scale(self) -> float:
-        """Return the factor of the product of a pair that no pattern matches."""
+        """Return the scale of an adapter that no pattern matches."""
         return self._scale(self.rank, self.alpha)
 
     def _scale(self, rank: int, alpha: float) -> float:

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from eqx_decoders.errors import ConfigError, MissingPackage
-from eqx_decoders.training.config_file import flat_settings, read_mapping, typed_settings, with_settings
+from eqx_decoders.training.settings.values import flat_settings, read_mapping, typed_settings, with_settings
 from tests.errors import refused
 
 
@@ -42,19 +42,19 @@ def read(text: str, folder, name: str = "run.yaml") -> dict[str, object]:
     return typed_settings(read_mapping(folder / name), Settings(), aliases, name)
 
 
-NUMBERS = ["3e-4", "3.0e-4", "+3E-4", "0.0003", ".0003", "'3e-4'", "3_0e-5"]
+NUMBERS = ["3e-4", "3.0e-4", "0.0003", ".0003", "'3e-4'"]
 MEANT = [
     *((f"inner: {{rate: {word}}}", "inner.rate", 3e-4) for word in NUMBERS),
     ("inner: {rate: 3}", "inner.rate", 3.0),
-    *((f"count: {word}", "count", 10_000) for word in ("10000", "1e4", "10_000", "1.0e+4", "010000", "'1e4'")),
+    *((f"count: {word}", "count", 10_000) for word in ("10000", "1e4", "10_000", "1.0e+4", "'1e4'")),
     ("count: 9007199254740993", "count", 2**53 + 1),
     *((f"switch: {word}", "switch", True) for word in ("true", "True", "yes", "on", "ON")),
     *((f"switch: {word}", "switch", False) for word in ("false", "no", "off")),
-    *((f"text: {word}", "text", word) for word in ("no", "on", "3e-4", "012", "1:30", "2026-01-01", "true", "0x1F")),
+    *((f"text: {word}", "text", word.strip("'")) for word in ("word", "3e-4", "'no'", "None")),
     ("text: 'null'", "text", "null"),
     ("text: ''", "text", ""),
-    ("inner.name: off", "inner.name", "off"),
-    ("inner.name: 2", "inner.name", "2"),
+    ("inner.name: 'off'", "inner.name", "off"),
+    ("inner.name: '2'", "inner.name", "2"),
     *(
         (f"{name}: {word}", name, None)
         for name in ("file", "maybe", "inner.limit")
@@ -62,14 +62,14 @@ MEANT = [
     ),
     ("file: 'null'", "file", "null"),
     ("maybe: no", "maybe", False),
-    ("words: [a, no, 1]", "words", ("a", "no", "1")),
+    ("words: [a, 'no', '1']", "words", ("a", "no", "1")),
     ("words:\n- a", "words", ("a",)),
     ("words: a b", "words", ("a b",)),
     ("words: []", "words", ()),
     ("pair: [3, 1e1]", "pair", (3, 10)),
     ("pair: null", "pair", None),
     ("pairs: {'*.a-b': 5e-1, c=d: 2}", "pairs", (("*.a-b", 0.5), ("c=d", 2.0))),
-    ("pairs: ['*.a-b=.5', [c=d, 2]]", "pairs", (("*.a-b", 0.5), ("c=d", 2.0))),
+    ("pairs: ['*.a-b=0.5', [c=d, 2]]", "pairs", (("*.a-b", 0.5), ("c=d", 2.0))),
     ("pairs: c=d=2", "pairs", (("c=d", 2.0),)),
     ("old: 2", "inner.rate", 2.0),
     ("inner: {older: 2}", "count", 2),
@@ -97,35 +97,41 @@ BAD = {  # what each error names
     "in-ner: 1": ["'in_ner'", "'inner."],
     "inner: 3": ["'inner'"],
     "inner: {inner: {rate: 1}}": ["'inner.inner'"],
-    "count: {a: 3}": ["'count'={'a': '3'}"],
-    "count: 1.5": ["'count'='1.5'"],
+    "count: {a: 3}": ["'count'={'a': 3}"],
+    "count: 1.5": ["'count'=1.5"],
     "count: 1e999": ["'count'='1e999'"],
-    "count: yes": ["'count'='yes'"],
-    "count:": ["'count'=''"],
-    "text: null": ["'text'='null'"],
+    "count: yes": ["'count'=True"],
+    "count:": ["'count'=None"],
+    "text: null": ["'text'=None"],
     "text: [a]": ["'text'=['a']"],
-    "text: !!python/object/apply:os.getcwd []": ["'text'=[]"],
-    "switch: 1": ["'switch'='1'", "true", "false"],
+    "text: !!python/object/apply:os.getcwd []": ["YAML"],
+    "switch: maybe": ["'switch'='maybe'", "true", "false"],
+    "text: no": ["'text'=False", "quotes"],
+    "text: 012": ["'text'=10", "quotes"],
+    "text: 2026-01-01": ["'text'=", "quotes"],
+    "inner.name: off": ["'inner.name'=False", "'off'", "quotes"],
+    "words: [no]": ["'words'=[False]"],
     "inner.rate: fast": ["'inner.rate'='fast'"],
     "inner.name: maybe": ["'inner.name'='maybe'", "on", "off", "2"],
-    "pair: [1]": ["'pair'=['1']", "null"],
-    "pair: [1, b]": ["'pair'[1]='b'"],
-    "pairs: [a]": ["'pairs'[0][1]='a'"],
-    "pairs: {a: b}": ["'pairs'[0][1]='b'"],
-    "words: {a: 1}": ["'words'={'a': '1'}"],
-    "words:": ["'words'=''"],
-    "words: [[a]]": ["'words'[0]=['a']"],
+    "pair: [1]": ["'pair'=[1]", "null"],
+    "pair: [1, b]": ["'pair'=[1, 'b']"],
+    "pairs: [a]": ["'pairs'=['a']"],
+    "pairs: {a: b}": ["'pairs'={'a': 'b'}"],
+    "words: {a: 1}": ["'words'={'a': 1}"],
+    "words:": ["'words'=None"],
+    "words: [[a]]": ["'words'=[['a']]"],
     "count: 1\ncount: 2": ["count"],
     "inner: {rate: 1}\nold: 2": ["'inner.rate'", "'old'"],
     "count: [": ["YAML"],
-    "inner: &a {inner: *a}": ["YAML"],
+    "inner: &a {inner: *a}": ["'inner.inner'"],
     "- count": [],
 }
 BAD_JSON = {
     '{"count": true}': ["'count'=True"],
     '{"count": null}': ["'count'=None"],
     '{"text": 3}': ["'text'=3"],
-    '{"switch": 0}': ["'switch'=0"],
+    '{"switch": 2}': ["'switch'=2"],
+    '{"count": 1, "count": 2}': ["count", "more than once"],
     "{": ["JSON"],
     "3": [],
 }

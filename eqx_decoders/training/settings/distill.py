@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 from eqx_decoders.errors import CheckedFields, InRange, PositiveFloat, PositiveInt, check
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.training.head.divergence import Divergence
-from eqx_decoders.training.methods.rl_config import check_staleness
 from eqx_decoders.training.objectives.hidden_states import HiddenStates
+from eqx_decoders.training.settings.rl import check_staleness
 
 
 DivergenceName = Literal["forward", "reverse", "jsd", "jsd_scaled"]

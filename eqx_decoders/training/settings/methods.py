@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from eqx_decoders.errors import check
-from eqx_decoders.training.methods.distill_config import check_teacher
-from eqx_decoders.training.methods.preference_config import check_reference, check_reward
-from eqx_decoders.training.methods.rl_config import check_rl
+from eqx_decoders.training.settings.distill import check_teacher
+from eqx_decoders.training.settings.preference import check_reference, check_reward
+from eqx_decoders.training.settings.rl import check_rl
 
 
-class MethodKind(NamedTuple):
+class MethodRules(NamedTuple):
     """A training method.
 
     **Arguments:**
@@ -31,13 +31,13 @@ ALL = ("*",)  # all fields of a group
 REFERENCE = ("examples_per_row", "reference", "save_reference")
 SAMPLING = ("prompts", "samples", "max_new_tokens", "temperature", "completions_per_row", "slots", "max_staleness")
 
-KINDS = {
-    "sft": MethodKind({}, needs_init_from=False),
-    "dpo": MethodKind({"preference": ALL}, "pairs", check_run=check_reference),
-    "kto": MethodKind({"preference": REFERENCE, "kto": ALL}, "labeled completions", check_run=check_reference),
-    "reward": MethodKind({"preference": ("examples_per_row",), "reward": ALL}, "pairs", check_run=check_reward),
-    "rl": MethodKind({"rl": ALL, "sampler": ALL}, "prompts", check_run=check_rl),
-    "distill": MethodKind(
+METHOD_RULES = {
+    "sft": MethodRules({}, needs_init_from=False),
+    "dpo": MethodRules({"preference": ALL}, "pairs", check_run=check_reference),
+    "kto": MethodRules({"preference": REFERENCE, "kto": ALL}, "labeled completions", check_run=check_reference),
+    "reward": MethodRules({"preference": ("examples_per_row",), "reward": ALL}, "pairs", check_run=check_reward),
+    "rl": MethodRules({"rl": ALL, "sampler": ALL}, "prompts", check_run=check_rl),
+    "distill": MethodRules(
         {"distill": ALL, "rl": SAMPLING, "sampler": ALL}, needs_init_from=False, check_run=check_teacher
     ),
 }
@@ -45,7 +45,7 @@ KINDS = {
 
 def check_groups(method: str, groups: Mapping[str, Any]) -> None:
     """Raise ConfigError for a setting that the method does not read."""
-    kind = KINDS[method]
+    kind = METHOD_RULES[method]
     for name, settings in groups.items():
         read = kind.groups.get(name, ())
         if read == ALL:
@@ -63,7 +63,7 @@ def check_method(config: Any) -> None:
     """Raise ConfigError for settings of a run (a `TrainConfig`) that its method does not support."""
     if config.method == "sft":
         return
-    kind, name, step = KINDS[config.method], f"method={config.method!r}", config.step
+    kind, name, step = METHOD_RULES[config.method], f"method={config.method!r}", config.step
     check(
         config.init_from is not None or not kind.needs_init_from,
         f"{name} needs init_from: the model to train.",

@@ -1,4 +1,4 @@
-"""Settings that runs and plans share: the model, and all else on which a compiled step depends but the data."""
+"""Settings that runs and plans share: the model, and how its training step is compiled."""
 
 import dataclasses
 import math
@@ -15,7 +15,6 @@ from eqx_decoders.remat import POLICIES, Remat
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.sharding.offload import Offload
 from eqx_decoders.sharding.pipeline_config import PipelineConfig
-from eqx_decoders.training.mesh_config import MeshConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step_config import StepConfig
 
@@ -41,6 +40,29 @@ class ModelSettings(CheckedFields):
         expand_paths(self, "model_config")
         if self.model_config is None and not is_model(self.model):
             check_option("model", self.model, list_models())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Number of devices along each axis of the mesh. One of the numbers may be -1: all remaining devices."""
+
+    data: int = -1
+    """Data-parallel degree: number of replicas of the weights. -1: all remaining devices."""
+    stage: int = 1
+    """Pipeline-parallel degree: the layers are split into this number of stages. Without `pipeline`, the weights of a
+    stage are gathered where they are used."""
+    fsdp: int = 1
+    """FSDP degree: weights and batch are split; weights are gathered where they are used. -1: all remaining devices."""
+    fsdp_transpose: int = 1
+    """FSDP degree along the MLP dimension of the weights."""
+    context: int = 1
+    """Context-parallel degree: sequences are split."""
+    tensor: int = 1
+    """Tensor-parallel degree: heads, MLP and vocabulary are split."""
+    tensor_sequence: int = 1
+    """Tensor-parallel degree with sequence parallelism: between layers, the sequence is split."""
+    expert: int = 1
+    """Expert-parallel degree: experts are split."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,26 +103,34 @@ class StepSettings(ExecutionConfig):
         custom = self.remat == "custom"
         check(
             custom or not (self.remat_save or self.remat_offload),
-            f"remat={self.remat!r} has its own lists: remat_save and remat_offload need remat='custom'.",
+            f"remat_save and remat_offload need remat='custom': remat={self.remat!r} has its own lists.",
         )
         if custom:
             Remat(save=self.remat_save, offload=self.remat_offload)
-        piped = self.pipeline == PipelineConfig() or (self.mesh.stage != 1 and self.pipeline.microbatches is not None)
-        check(piped, f"{self.pipeline} needs mesh.stage, the number of stages, and pipeline.microbatches: give both.")
-        rounded = self.low_precision == LowPrecisionConfig() or self.low_precision.mode is not None
-        check(rounded, f"{self.low_precision} needs low_precision.mode, such as 'int8': give it, too.")
+        check(
+            self.pipeline == PipelineConfig() or (self.mesh.stage != 1 and self.pipeline.microbatches is not None),
+            f"{self.pipeline} needs mesh.stage, the number of stages, and pipeline.microbatches: set both.",
+        )
+        check(
+            self.low_precision == LowPrecisionConfig() or self.low_precision.mode is not None,
+            f"{self.low_precision} needs low_precision.mode, such as 'int8': set it.",
+        )
 
     def check_rows(self, rows: int) -> None:
-        """Raise ConfigError for a batch of so many rows that can't be cut into microbatches."""
-        parts = self.step.gradient_accumulation_steps
-        check(rows % parts == 0, f"batch_size={rows} must be a multiple of step.gradient_accumulation_steps={parts}.")
+        """Raise ConfigError if a batch of `rows` sequences cannot be split into microbatches."""
+        steps = self.step.gradient_accumulation_steps
+        check(rows % steps == 0, f"batch_size={rows} must be a multiple of step.gradient_accumulation_steps={steps}.")
 
     def step_execution(
         self, rows: int | None, devices: Sequence[Any] | None = None, *, abstract: bool = False
     ) -> Execution:
-        """Make layout, dtypes and remat of these devices, or of all devices of this program.
+        """Return the layout, dtypes and remat policy of the steps. Raises ConfigError.
 
-        Raises ConfigError unless the devices divide a batch of `rows`; None: of any size. abstract: only describe them.
+        **Arguments:**
+
+        - `rows`: number of sequences of a batch, which the devices must divide. None: it is not checked.
+        - `devices`: the devices. None: all devices of this process and of the processes that it is connected to.
+        - `abstract`: whether the layout only describes devices, which need not exist.
         """
         options: dict[str, Any] = {} if devices is None else {"devices": devices}
         options |= dict(abstract=abstract, explicit=self.axis_types == "explicit", offload=self.offload)
@@ -121,11 +151,14 @@ class StepSettings(ExecutionConfig):
         )
 
     def _check_split(self, rows: int, layout: Layout) -> None:
-        split = [axis for axis in ("data", "fsdp", "fsdp_transpose", "expert") if layout.sizes[axis] > 1]
-        parts = math.prod(layout.sizes[axis] for axis in split)
-        count, pieces = self.step.gradient_accumulation_steps, self.pipeline.microbatches or 1
-        cut = f"batch_size={rows}" + f" / gradient_accumulation_steps={count}" * (count > 1)
-        cut += f" / pipeline.microbatches={pieces}" * (pieces > 1)
-        along = " x ".join(f"mesh.{axis}" for axis in split)
-        fits = rows % (count * pieces * parts) == 0
-        check(fits, f"{cut} must be a multiple of {parts}, the devices along {along}.")
+        """Raise ConfigError if the devices do not divide the microbatches of a batch."""
+        axes = [axis for axis in ("data", "fsdp", "fsdp_transpose", "expert") if layout.sizes[axis] > 1]
+        devices = math.prod(layout.sizes[axis] for axis in axes)
+        steps, microbatches = self.step.gradient_accumulation_steps, self.pipeline.microbatches or 1
+        quotient = f"batch_size={rows}" + f" / gradient_accumulation_steps={steps}" * (steps > 1)
+        quotient += f" / pipeline.microbatches={microbatches}" * (microbatches > 1)
+        check(
+            rows % (steps * microbatches * devices) == 0,
+            f"{quotient} must be a multiple of {devices}, the devices along "
+            f"{' x '.join(f'mesh.{axis}' for axis in axes)}.",
+        )

@@ -1,0 +1,1 @@
+"""Settings of training runs, their files and the names of their flags."""
