@@ -17,7 +17,7 @@ import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -233,18 +233,22 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run the program with command line arguments; return the exit code."""
     require("tyro")
     commands = {
-        name: (str(inspect.getdoc(default)).partition("\n")[0], functools.partial(_run, default, arguments))
-        for name, (default, arguments) in COMMANDS.items()
+        name: (str(inspect.getdoc(default)).partition("\n")[0], functools.partial(_run, name))
+        for name, (default, _) in COMMANDS.items()
     }
     return run_command(commands, args, prog or sys.argv[0], (__doc__ or "").strip())
 
 
-def _run(
-    default: Import | Export | ToGGUF | Verify | Compare, required: Sequence[str], args: Sequence[str], prog: str
-) -> int:
-    """Parse the arguments of a command and run it."""
+def parse(name: str, args: Sequence[str], prog: str | None = None) -> Import | Export | ToGGUF | Verify | Compare:
+    """Parse the arguments of a command. Exits with code 2 for unknown arguments."""
+    default, required = COMMANDS[name]
     titles = {type(default): type(default).__name__, Devices: "devices"}
-    options: dict[str, Any] = dict(args=args, prog=prog, description=inspect.getdoc(default))
-    command = parse_flags(default, titles=titles, required=required, **options)
+    return parse_flags(
+        default, titles=titles, required=required, args=args, prog=prog, description=inspect.getdoc(default)
+    )
+
+
+def _run(name: str, args: Sequence[str], prog: str) -> int:
+    command = parse(name, args, prog)
     with contextlib.nullcontext() if isinstance(command, Verify | Compare) else command.connected():
         return command()

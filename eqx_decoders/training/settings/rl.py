@@ -110,7 +110,7 @@ class RLConfig(CheckedFields):
     """Number of prompts per step."""
     samples: PositiveInt = 8
     """Number of completions per prompt (group size)."""
-    max_new_tokens: PositiveInt = 256
+    max_new_tokens: PositiveInt = 128
     """Maximum number of tokens of a completion, in an environment of each turn."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature, which the policy's log-probs also use."""
