@@ -32,7 +32,7 @@ from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.sharding.axes import axes, computed, named_leaves
 
 
-class _NotExpressed(ConversionError):
+class NotExpressedError(ConversionError):
     """The settings of a family cannot describe a configuration. `distance`: number of fields that differ."""
 
     def __init__(self, message: str, distance: int | float):
@@ -212,11 +212,11 @@ class Family:
         """
         if config.scores is not None and self.auto_class != SCORER_CLASS:
             return self.scoring().expressing(config)
-        errors: list[_NotExpressed] = []
+        errors: list[NotExpressedError] = []
         for family in (*self.variants, self):
             try:
                 return family._as_written(), family._encode(config)
-            except _NotExpressed as error:
+            except NotExpressedError as error:
                 errors.append(error)
         errors.reverse()  # for equal distances `min` returns the first error: prefer this family to its variants
         raise min(errors, key=lambda error: error.distance)
@@ -231,15 +231,15 @@ class Family:
             written = {"architectures": [self.architecture], "model_type": self.model_type, **settings}
             decoded, _ = self.decode(written)
         except ConversionError as error:
-            raise _NotExpressed(f"{self.architecture} cannot describe this model: {error}", math.inf) from error
+            raise NotExpressedError(f"{self.architecture} cannot describe this model: {error}", math.inf) from error
         except AttributeError as error:
             if not dataclasses.is_dataclass(error.obj):
                 raise
             # a layer of another class lacks a field that the settings describe
-            raise _NotExpressed(f"{self.architecture} cannot describe this model: {error}.", math.inf) from error
+            raise NotExpressedError(f"{self.architecture} cannot describe this model: {error}.", math.inf) from error
         different = list(_differences(decoded, config, "DecoderConfig"))
         if different:
-            raise _NotExpressed(
+            raise NotExpressedError(
                 f"{self.architecture} cannot describe this model: {'; '.join(different[:5])}.", len(different)
             )
         return written

@@ -67,7 +67,10 @@ def credited_turns(config: RLConfig, completion: Completion) -> tuple[np.ndarray
 
 
 def has_zero_variance(config: RLConfig, group: Sequence[Completion]) -> bool:
-    """Return whether the rewards of a group are all equal; with `rl.returns="turn"`, the rewards of each turn."""
+    """Return whether the completions of a group have equal rewards; with `rl.returns="turn"`, in each turn.
+
+    The metric `zero_variance_groups` always compares the rewards of complete episodes.
+    """
     known = [completion for completion in group if not np.isnan(completion.reward)]
     return len({tuple(credited_turns(config, completion)[1].tolist()) for completion in known}) < 2
 

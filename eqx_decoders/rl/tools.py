@@ -46,8 +46,9 @@ class ToolEnvironment(abc.ABC):
     def reward(self, task: dict, completion: str) -> float | dict[str, float] | None:
         """Return the reward of the last completion: a number, numbers by name, or None if it cannot be judged.
 
-        If a limit of turns or tokens ends the episode, `completion` is the text of the last completion without its
-        tool calls.
+        If a limit of turns or tokens ends the episode after a completion, `completion` is the text of this completion
+        without its tool calls. If the results of tools do not fit into the tokens of the episode, the episode ends
+        without a call of this method, and its reward is 0.
         """
 
     def first_messages(self, task: dict, seed: int) -> Sequence[Mapping[str, Any]]:

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import re
-import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from einops import rearrange
 from jax.typing import DTypeLike
 
 from eqx_decoders.errors import ConversionError, check_integer, check_option, missing_package
-from eqx_decoders.families.family import Family, for_inference
+from eqx_decoders.families.family import Family, NotExpressedError, for_inference
 from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.atomic_files import expanded, write_json
@@ -150,13 +149,19 @@ def export_config(model: Decoder, family: str | None = None) -> tuple[Family, di
     if family is not None:
         kind = FAMILIES[check_option("save_hf: family", family, FAMILIES, ConversionError)]
         return kind.expressing(model.config)
-    refusals = []
+    errors: list[NotExpressedError] = []
     for kind in FAMILIES.values():
         try:
             return kind.expressing(model.config)
-        except ConversionError as error:
-            refusals.append(textwrap.shorten(str(error), 160, placeholder=" …"))
-    raise ConversionError("No model family of transformers can express this model.\n  " + "\n  ".join(refusals))
+        except NotExpressedError as error:
+            errors.append(error)
+        except ConversionError:  # transformers has no reward models of this family
+            continue
+    nearest = sorted(errors, key=lambda error: error.distance)[:3]
+    raise ConversionError(
+        "No model family of transformers can express this model. The nearest families:\n  "
+        + "\n  ".join(map(str, nearest))
+    )
 
 
 def merge_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
