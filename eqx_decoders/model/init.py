@@ -66,7 +66,7 @@ def init(
     **Arguments:**
 
     - `config`: configuration of the decoder.
-    - `key`: random key; the same key gives the same weights on every mesh.
+    - `key`: random key; the same key gives the same weights on every mesh (up to the last bit of float32).
     - `layout`: mesh and sharding of the weights.
     - `precision`: dtypes of weights and activations.
     - `execution`: other fields of `Execution`, such as `remat="full"`.
