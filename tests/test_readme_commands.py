@@ -1,4 +1,4 @@
-"""The programs accept the commands of all READMEs: their flags exist, and their values are valid."""
+"""Commands and links of all READMEs: programs accept the flags, and links lead to existing headings."""
 
 import importlib
 import re
@@ -65,3 +65,24 @@ def test_program_accepts_command(page: Path, name: str, args: list[str], tmp_pat
         module.parse(args[0], args[1:])
     else:
         module.parse(args)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of the headings of a page, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in re.findall(r"^#+ (.*)", text, re.M)
+    }
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in READMES if page.exists()], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_links_lead_to_existing_headings(page: Path):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.relative_to(ROOT)}: {link} does not exist"
+        assert not anchor or anchor in anchors(target), f"{page.relative_to(ROOT)}: {link} has no such heading"
