@@ -23,6 +23,7 @@ import numbers
 import types
 import typing
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 
@@ -53,19 +54,37 @@ class MissingPackage(EqxDecodersError, ImportError):
     """Optional package that is not installed."""
 
 
+MAX_LISTED_OPTIONS = 60  # error messages list more options only in part
+
+
 def suggest(value: Any, known: Iterable[Any]) -> str:
     """Return " Did you mean 'x'?" with the most similar string of `known`; an empty text if none is similar."""
-    known_strings = [option for option in known if isinstance(option, str)]
-    similar = difflib.get_close_matches(str(value)[:60], known_strings, n=1, cutoff=0.5)
+    similar = similar_names(value, known, 1)
     return f" Did you mean {similar[0]!r}?" if similar else ""
 
 
-def check_option(field: str, value: T, known: Iterable[Any], error: type[EqxDecodersError] = ConfigError) -> T:
-    """Return `value` if it is one of `known`. Otherwise raise `error`, which suggests the most similar known value."""
+def similar_names(value: Any, known: Iterable[Any], count: int) -> list[str]:
+    """Return up to `count` strings of `known` that are similar to `value`, the most similar string first."""
+    known_strings = [option for option in known if isinstance(option, str)]
+    return difflib.get_close_matches(str(value)[:60], known_strings, n=count, cutoff=0.5)
+
+
+def check_option(
+    field: str, value: T, known: Iterable[Any], error: type[EqxDecodersError] = ConfigError, *, listed_by: str = ""
+) -> T:
+    """Return `value` if it is one of `known`. Otherwise raise `error`, with the most similar known values.
+
+    `listed_by`: what lists all known values, for the message if there are more than `MAX_LISTED_OPTIONS`.
+    """
     known = tuple(known)
     if value in known:
         return value
-    raise error(f"{field}={value!r} is not known.{suggest(value, known)} Known: {', '.join(map(str, known))}.")
+    if len(known) <= MAX_LISTED_OPTIONS:
+        raise error(f"{field}={value!r} is not known.{suggest(value, known)} Known: {', '.join(map(str, known))}.")
+    similar = similar_names(value, known, 3)
+    message = f"{field}={value!r} is not known."
+    message += f" Similar: {', '.join(map(repr, similar))}." if similar else ""
+    raise error(message + (f" {listed_by} lists all {len(known)}." if listed_by else f" {len(known)} are known."))
 
 
 def check(condition: bool, message: str, error: type[EqxDecodersError] = ConfigError) -> None:
@@ -312,4 +331,15 @@ def _is_union(hint: Any) -> bool:
 
 def missing_package(module: str, extra: str) -> MissingPackage:
     """Return the error for an optional package that is not installed. Raise it `from` the ImportError."""
-    return MissingPackage(f"The optional package {module!r} is not installed. Run: pip install 'eqx_decoders[{extra}]'")
+    return MissingPackage(f"The optional package {module!r} is not installed. Run: {install_command(extra)}")
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra from the checkout of this library.
+
+    The library is not on PyPI: a command with its name could install the package of someone else.
+    """
+    checkout = Path(__file__).resolve().parents[1]
+    return (
+        f"pip install '{checkout if (checkout / 'pyproject.toml').is_file() else 'CHECKOUT_OF_EQX_DECODERS'}[{extra}]'"
+    )

@@ -42,7 +42,7 @@ def gpus(topology):
     """Devices to compile for."""
     found = gpu_devices(gpus_of(topology))
     if found is None:
-        pytest.skip("needs the compiler of GPUs: pip install 'eqx_decoders[aot-gpu]'")
+        pytest.skip("needs the compiler of GPUs, extra aot-gpu")
     return found
 
 

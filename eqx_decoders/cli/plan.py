@@ -23,7 +23,16 @@ from eqx_decoders.cli import program, require
 from eqx_decoders.cli.setting_flags import flag_names, parse_flags
 from eqx_decoders.cli.xla_flags import options
 from eqx_decoders.context import Execution, ExecutionConfig
-from eqx_decoders.errors import AtLeast, ConfigError, NonNegativeInt, PositiveInt, check, check_option, missing_package
+from eqx_decoders.errors import (
+    AtLeast,
+    ConfigError,
+    NonNegativeInt,
+    PositiveInt,
+    check,
+    check_option,
+    install_command,
+    missing_package,
+)
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.init import abstract, with_mtp
 from eqx_decoders.planning.advice import advice
@@ -178,7 +187,7 @@ def decoding(config: PlanConfig) -> tuple[DecodingPlan, Execution]:
     compiled = devices[0].platform == "gpu"
     check(
         gpus is None or compiled,
-        f"topology={config.topology!r} with decoding needs the GPU compiler: pip install 'eqx_decoders[aot-gpu]'.",
+        f"topology={config.topology!r} with decoding needs the GPU compiler: {install_command('aot-gpu')}.",
     )
     execution = config.execution(devices)
     precision = dataclasses.replace(execution.precision, params=execution.precision.compute)

@@ -231,7 +231,7 @@ def get_config(name: str) -> DecoderConfig:
     Edit it with `dataclasses.replace`. Raises ConfigError if there is no such model.
     """
     if not is_model(name):
-        check_option("get_config: name", name, list_models())
+        check_option("get_config: name", name, list_models(), listed_by="list_models()")
     model: Any = _REGISTERED_MODELS.get(name) or _library_model(name)
     if isinstance(model, Mapping):
         return find_family(model["model_type"]).decode(model)[0]

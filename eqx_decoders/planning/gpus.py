@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jax import sharding
 
-from eqx_decoders.errors import ConfigError, check
+from eqx_decoders.errors import ConfigError, check, install_command
 from eqx_decoders.planning.device_memory import DeviceMemory
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.planned_step import Plan
@@ -88,7 +88,7 @@ class GpuNodes(NamedTuple):
         check(
             count == 2**power >= 4,
             f"topology: without the GPU compiler, {count} GPUs are not supported: their number must be a power of two "
-            f"and at least 4. Install the compiler: pip install 'eqx_decoders[aot-gpu]'.",
+            f"and at least 4. Install the compiler: {install_command('aot-gpu')}.",
         )
         sides = sorted(2 ** ((power + offset) // 3) for offset in range(3))
         return "v5p:" + "x".join(map(str, sides if count > 4 else (2, 2, 1)))
@@ -168,9 +168,8 @@ def tracing_for(devices: list[Any]) -> Iterator[None]:
 def on_gpus(plan: Plan, memory: DeviceMemory, gpus: GpuNodes) -> Plan:
     """Return the plan for the proxy topology with the memory of GPUs, and a note about the sources of the numbers."""
     note = (
-        f"The compiler for {gpus.chip.name} is not installed: pip install 'eqx_decoders[aot-gpu]'. Memory is "
-        f"predicted, "
-        "not compiled: state and gradients from shardings, saved activations from tracing, and twice the "
+        f"The compiler for {gpus.chip.name} is not installed: {install_command('aot-gpu')}. Memory is "
+        "predicted, not compiled: state and gradients from shardings, saved activations from tracing, and twice the "
         "activations of "
         f"one layer. Collectives and attention are those of a step compiled for {gpus.nodes * gpus.gpus_per_node} TPUs "
         f"({gpus.proxy_topology}) with the same mesh."

@@ -48,7 +48,7 @@ def test_a_missing_package_is_named(monkeypatch, program):
     find = cli.find_spec
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "tyro" else find(name))
     _, err = call(program, code=1)
-    assert_names(err, "'tyro'", "'eqx_decoders[train]'")
+    assert_names(err, "'tyro'", "[train]'")
 
 
 def test_help_shows_the_flags_of_the_method_and_help_all_shows_every_flag():

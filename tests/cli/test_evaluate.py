@@ -117,7 +117,7 @@ def test_a_task_of_lm_eval_needs_it(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     _, err = call("evaluate", "--model", CHAT, "--tasks", "lm-eval:arc_easy", code=1)
-    assert_names(err, "'eqx_decoders[lm-eval]'")
+    assert_names(err, "[lm-eval]'")
 
 
 def test_models_are_runs_checkpoints_and_names(tmp_path):

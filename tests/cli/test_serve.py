@@ -269,7 +269,7 @@ def test_a_missing_package_is_named(monkeypatch, package):
     known = util.find_spec
     monkeypatch.setattr(util, "find_spec", lambda name: None if name == package else known(name))
     _, err = call("serve", "--model", CHAT, "--port", 0, code=1)
-    assert_names(err, package, "'eqx_decoders[serve]'")
+    assert_names(err, package, "[serve]'")
 
 
 def test_logs_a_warning_for_an_unknown_tool_call_format(caplog):

@@ -146,7 +146,7 @@ def test_a_plan_by_the_stand_in_has_the_memory_and_rates_of_the_gpu(monkeypatch)
     assert memory.capacity == 80e9 and memory.total == memory.peak and memory.fits
     assert memory.state + memory.gradients + memory.saved_activations < memory.peak
     assert ACROSS in plan.roofline.networks and "fsdp" in plan.roofline.networks
-    assert_names(report(plan, []), "h100", "'eqx_decoders[aot-gpu]'")
+    assert_names(report(plan, []), "h100", "[aot-gpu]'")
     assert json.loads(json.dumps(as_data(plan, [])))["note"] == plan.note
     other = ed.Precision(compute=jnp.bfloat16)
     described = with_fields(ed.get_config("gpt3-52k"), ("num_layers=3",))

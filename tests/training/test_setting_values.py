@@ -153,7 +153,7 @@ def test_a_missing_file_and_a_missing_package(tmp_path, monkeypatch):
     with refused(ConfigError, "none.yaml"):
         read_mapping(tmp_path / "none.yaml")
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with refused(MissingPackage, "'pyyaml'", "eqx_decoders[train]"):
+    with refused(MissingPackage, "'pyyaml'", "[train]"):
         read("count: 3", tmp_path)
     assert read('{"count": 3}', tmp_path, "run.json") == {"count": 3}
 

@@ -39,7 +39,7 @@ class ModelSettings(CheckedFields):
         super().__post_init__()
         expand_paths(self, "model_config")
         if self.model_config is None and not is_model(self.model):
-            check_option("model", self.model, list_models())
+            check_option("model", self.model, list_models(), listed_by="`train --list-models`")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -176,10 +176,10 @@ def test_unknown_schemes_and_missing_packages_are_named(monkeypatch):
     with refused(DataError, "nothing://a"):
         file_system("nothing://a")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with refused(ImportError, "'gcsfs'", "eqx_decoders[data]"):
+    with refused(ImportError, "'gcsfs'", "[data]"):
         file_system("gs://bucket/a")
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with refused(ImportError, "'fsspec'", "eqx_decoders[train]"):
+    with refused(ImportError, "'fsspec'", "[train]"):
         file_system("memory://a")
 
 
@@ -264,5 +264,5 @@ def test_the_missing_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.zst").write_bytes(b"")
     for module in ("compression.zstd", "backports.zstd"):
         monkeypatch.setitem(sys.modules, module, None)
-    with refused(ImportError, "backports.zstd", "eqx_decoders[train]"), open_stream(tmp_path / "a.zst"):
+    with refused(ImportError, "backports.zstd", "[train]"), open_stream(tmp_path / "a.zst"):
         pass

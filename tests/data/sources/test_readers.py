@@ -134,7 +134,7 @@ def test_faulty_array_records_are_named(tmp_path, monkeypatch):
     with refused(DataError, "a.arrayrecord", "ArrayRecord"):
         list(read_documents(str(tmp_path)))
     monkeypatch.setitem(sys.modules, "array_record.python.array_record_module", None)
-    with refused(ImportError, "'array_record'", "eqx_decoders[data]"):
+    with refused(ImportError, "'array_record'", "[data]"):
         list(read_documents(str(tmp_path)))
 
 
@@ -285,7 +285,7 @@ def test_connection_errors_of_the_hub(monkeypatch, tmp_path):
     with refused(DataError, "hf://datasets/o/n:train", "2", "ConnectionError"):
         open_store(tmp_path / "run", BYTES, path="hf://datasets/o/n")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with refused(ImportError, "'datasets'", "eqx_decoders[data]"):
+    with refused(ImportError, "'datasets'", "[data]"):
         list(read_documents("hf://datasets/o/n"))
 
 

@@ -394,7 +394,7 @@ def test_a_step_that_was_set_aside_is_kept_although_its_save_was_killed(tmp_path
 
 def test_a_bucket_needs_its_package(monkeypatch):
     monkeypatch.setattr("etils.epath.backend.fsspec_backend.fs", mock.Mock(side_effect=ImportError("gcsfs")))
-    with refused(MissingPackage, "'gcsfs'", "eqx_decoders[gcs]"):
+    with refused(MissingPackage, "'gcsfs'", "[gcs]"):
         Checkpoints("gs://bucket/run")
 
 

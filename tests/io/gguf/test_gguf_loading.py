@@ -391,7 +391,7 @@ def test_other_architectures_and_tokenizers_are_refused(tmp_path):
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with refused(ed.EqxDecodersError, "'gguf'", "eqx_decoders[gguf]"):
+    with refused(ed.EqxDecodersError, "'gguf'", "[gguf]"):
         ed.load_hf(FIXTURES / "llama.gguf")
 
 

@@ -367,7 +367,7 @@ def test_omits_tool_calls_if_there_are_none(calls):
 
 def test_the_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with refused(ImportError, "'jinja2'", "eqx_decoders[hf]"):
+    with refused(ImportError, "'jinja2'", "[hf]"):
         ChatTemplate(source="hi").render(HELLO)
 
 

@@ -160,7 +160,7 @@ def test_missing_and_malformed_files_are_refused(tmp_path):
 
 def test_the_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with refused(ImportError, "'tokenizers'", "eqx_decoders[train]"):
+    with refused(ImportError, "'tokenizers'", "[train]"):
         train_bpe(TEXTS, 300)
 
 

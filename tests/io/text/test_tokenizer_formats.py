@@ -219,7 +219,7 @@ def test_sentencepiece_models_with_other_rules_are_refused(field, tmp_path):
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "sentencepiece", None)
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x05")
-    with refused(MissingPackage, "'sentencepiece'", "eqx_decoders[sentencepiece]"):
+    with refused(MissingPackage, "'sentencepiece'", "[sentencepiece]"):
         load_tokenizer(tmp_path)
 
 

@@ -45,5 +45,5 @@ def test_loads_are_plotted_as_a_heat_map(tmp_path):
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with refused(MissingPackage, "eqx_decoders[train]"):
+    with refused(MissingPackage, "[train]"):
         plot_losses(tmp_path / "m", tmp_path / "p")

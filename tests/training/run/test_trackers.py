@@ -245,10 +245,10 @@ def test_tensorboard_is_the_default_if_installed(service, tmp_path, monkeypatch)
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_missing_package_is_named(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, PACKAGES[name], None)
-    with refused(MissingPackage, f"eqx_decoders[{name}]"):
+    with refused(MissingPackage, f"[{name}]"):
         open_trackers((name,), tmp_path, SETTINGS, start=1)
     monkeypatch.setattr("eqx_decoders.training.run.trackers.find_spec", lambda name: None)
-    with refused(MissingPackage, f"'{PACKAGES[name]}'", f"eqx_decoders[{name}]"):
+    with refused(MissingPackage, f"'{PACKAGES[name]}'", f"[{name}]"):
         check_installed((name,))
     check_installed(None)
 
