@@ -42,14 +42,14 @@ def open_critic(start: MethodStart) -> Critic:
             model = new_base(start.run, execution) if other is None else other.load(execution)
             return _with_score_head(model, config, jax.random.fold_in(key, 4))
 
-    def trainer_by(settings: TrainConfig) -> Trainer:
+    def make_trainer(settings: TrainConfig) -> Trainer:
         return critic_trainer(settings, target)
 
-    trainer = trainer_by(config)
+    trainer = make_trainer(config)
     num_trained = sum(leaf.size for name, leaf in named_leaves(target).items() if name in trainer.trainable)
     print_status(f"critic: initial weights from {source or 'the policy'}, {num_trained:,} weights trained")
     updates = config.rl.critic.updates
-    return Critic(trainer_by=trainer_by, trainer=trainer, target=target, new_model=new_model, updates=updates)
+    return Critic(make_trainer=make_trainer, trainer=trainer, target=target, new_model=new_model, updates=updates)
 
 
 def critic_trainer(config: TrainConfig, target: Decoder) -> Trainer:

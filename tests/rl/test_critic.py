@@ -43,7 +43,7 @@ def ppo(folder, name, *more, **changes):
     return train(folder, name, *more, **settings | changes)
 
 
-def figures(folder, name):
+def metrics(folder, name):
     return [[row[each] for each in (*NAMES, "critic_grad_norm")] for row in steps_of(folder / name)]
 
 

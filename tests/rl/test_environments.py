@@ -177,7 +177,8 @@ def test_the_ends_of_episodes(games):
     config, ((completion,),), _ = play(games, [{}], samples=1, limit=3)
     assert "3 tokens" in str(completion.error) and completion.num_tokens == 0
     assert (
-        config.max_completion_tokens == 8 * config.max_new_tokens and RLConfig(strict_prefix=True, environment="a.py:A").max_segments == 1
+        config.max_completion_tokens == 8 * config.max_new_tokens
+        and RLConfig(strict_prefix=True, environment="a.py:A").max_segments == 1
     )
 
 

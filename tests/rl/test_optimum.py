@@ -85,7 +85,7 @@ def test_with_a_critic(model):
     values = add_score_head(model, key=jax.random.key(1))
     target = jax.tree.map(lambda leaf: leaf + 0, values)
     beside = Trainer.create(OPTIMIZER, target, steps=400, loss=ValueObjective(clip=0.2))
-    more: Any = dict(trainer_by=lambda settings: beside, new_model=lambda: target, updates=2)
+    more: Any = dict(make_trainer=lambda settings: beside, new_model=lambda: target, updates=2)
     critic = Critic(trainer=beside, target=target, **more)
     trainer = Trainer.create(OPTIMIZER, model, steps=220, loss=loss, idle_steps=20)
     state = trainer.init(jax.tree.map(lambda leaf: leaf + 0, model), key=jax.random.key(0))

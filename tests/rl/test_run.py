@@ -94,7 +94,7 @@ def _lines(path):
 NAMES = ("loss", "nll", "grad_norm", "reward", "entropy", "log_prob_gap")
 
 
-def figures(folder, name):
+def metrics(folder, name):
     return [[row[each] for each in NAMES] for row in steps_of(folder / name)]
 
 

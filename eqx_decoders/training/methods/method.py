@@ -23,7 +23,7 @@ from eqx_decoders.training.run.directory import RunDirectory
 from eqx_decoders.training.run.log import MetricsRow
 from eqx_decoders.training.settings.run import TrainConfig
 from eqx_decoders.training.step.loss import Loss
-from eqx_decoders.training.step.loss_weights import moved_loss_weights, with_loss_weights
+from eqx_decoders.training.step.loss_weights import replace_loss_weights, with_loss_weights
 from eqx_decoders.training.step.train_state import TrainState
 
 
@@ -170,7 +170,7 @@ def held_out_metrics(
 
     `prepare` places a batch on the devices.
     """
-    loss = with_loss_weights(loss, moved_loss_weights(state.loss_weights, state.ema or {}))
+    loss = with_loss_weights(loss, replace_loss_weights(state.loss_weights, state.ema or {}))
     model = state.averaged
     totals, count = dict[str, float](), 0.0
     for batch in batches:
@@ -186,4 +186,4 @@ def held_out_metrics(
 @eqx.filter_jit
 def _evaluated(loss: Any, model: Decoder, batch: Batch) -> tuple[Any, dict[str, Any], Any]:
     value, metrics = loss(model, batch, key=None, full_batch=batch)
-    return value, loss.figures(metrics.sums), metrics.tokens
+    return value, loss.metrics(metrics.sums), metrics.tokens

@@ -78,7 +78,7 @@ class DistillObjective(eqx.Module):
         """Return the loss with these weights of the projection."""
         return dataclasses.replace(self, projection=weights)
 
-    def figures(self, sums: dict[str, Float32[Array, ""]]) -> dict[str, Float32[Array, ""]]:
+    def metrics(self, sums: dict[str, Float32[Array, ""]]) -> dict[str, Float32[Array, ""]]:
         """Return means over the targets: `divergence` and `hidden_distance`."""
         tokens = jnp.maximum(sums["tokens"], 1.0)
         return {name: total / tokens for name, total in sums.items() if name != "tokens"}

@@ -10,7 +10,7 @@ from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveFloat
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.objectives.policy_loss import PolicyLoss, kl_penalty, policy_loss
-from eqx_decoders.training.objectives.preference_loss import KTOLoss, PairLoss, kto_loss, pair_figures, pair_loss
+from eqx_decoders.training.objectives.preference_loss import KTOLoss, PairLoss, kto_loss, pair_loss, pair_metrics
 from eqx_decoders.training.objectives.reductions import (
     completion_lengths,
     completion_means,
@@ -86,9 +86,9 @@ class PairObjective(_Objective):
         weight = completion_means(weights, completion_ids, count).reshape(-1, 2)[:, 0]
         return jnp.sum(weight * losses), sums
 
-    def figures(self, sums: Sums) -> Sums:
+    def metrics(self, sums: Sums) -> Sums:
         """Return means over pairs: `reward_accuracy`, `reward_margin`, rewards and log-probs of both completions."""
-        return pair_figures(sums)
+        return pair_metrics(sums)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class KTOObjective(_Objective):
         )
         return jnp.sum(means_of(weights) * losses), sums
 
-    def figures(self, sums: Sums) -> Sums:
+    def metrics(self, sums: Sums) -> Sums:
         """Return the mean rewards of desirable and of undesirable completions."""
         desirable, undesirable = sums["desirable"], sums["completions"] - sums["desirable"]
         return {
@@ -183,7 +183,7 @@ class PolicyObjective(_Objective):
         """Return the tokens with a weight."""
         return needed(targets.signals, "policy")[0] != 0
 
-    def figures(self, sums: Sums) -> Sums:
+    def metrics(self, sums: Sums) -> Sums:
         """Return means over tokens."""
         tokens = jnp.maximum(sums["tokens"], 1.0)
         return {name: value / tokens for name, value in sums.items() if name != "tokens"}

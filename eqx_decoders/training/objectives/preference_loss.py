@@ -277,7 +277,7 @@ def kto_loss(
     return jnp.where(real, losses, 0.0), {name: masked_sum(value, real) for name, value in sums.items()}
 
 
-def pair_figures(sums: Sums) -> Sums:
+def pair_metrics(sums: Sums) -> Sums:
     """Return means over pairs from sums over pairs."""
     pairs = jnp.maximum(sums["pairs"], 1.0)
     names = {"correct": "reward_accuracy", "margin": "reward_margin"}

@@ -13,7 +13,7 @@ from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveFloat, 
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.explicit import run_with_auto_axes
 from eqx_decoders.training.objectives.policy_loss import value_is_clipped, value_loss
-from eqx_decoders.training.objectives.preference_loss import Sums, pair_figures, reward_loss
+from eqx_decoders.training.objectives.preference_loss import Sums, pair_metrics, reward_loss
 from eqx_decoders.training.objectives.reductions import (
     completion_lengths,
     completion_means,
@@ -104,9 +104,9 @@ class RewardObjective(CheckedFields):
         zero = jnp.zeros_like(loss)  # tokens have no likelihood
         return loss, LossMetrics(loss=loss, nll=zero, correct=zero, tokens=tokens, sums=sums)
 
-    def figures(self, sums: Sums) -> Sums:
+    def metrics(self, sums: Sums) -> Sums:
         """Return means over pairs: `reward_accuracy`, `reward_margin`, and the scores of both completions."""
-        return pair_figures(sums)
+        return pair_metrics(sums)
 
 
 # --- critics ----------------------------------------------------------------------------------------------------------
@@ -156,6 +156,6 @@ class ValueObjective(CheckedFields):
         sums = {"tokens": tokens, "value_clip": masked_sum(clipped, real)}
         return loss, LossMetrics(loss=loss, nll=zero, correct=zero, tokens=tokens, sums=sums)
 
-    def figures(self, sums: Sums) -> Sums:
+    def metrics(self, sums: Sums) -> Sums:
         """Return the fraction of tokens without gradient because their value has moved too far."""
         return {"value_clip": sums["value_clip"] / jnp.maximum(sums["tokens"], 1.0)}

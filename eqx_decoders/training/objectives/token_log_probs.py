@@ -16,7 +16,7 @@ from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.expert_choices import with_choices
 from eqx_decoders.sharding.explicit import run_with_auto_axes
 from eqx_decoders.training.head.log_probs import LogProbs, linear_log_probs
-from eqx_decoders.training.step.loss import head_options, head_weights, model_inputs, next_tokens, of_next
+from eqx_decoders.training.step.loss import head_options, head_weights, model_inputs, next_tokens, shift_to_previous
 from eqx_decoders.training.step.zigzag import in_context_order, row_order
 
 
@@ -61,7 +61,7 @@ def target_hidden(model: Decoder, batch: Batch) -> TargetHidden:
     """
     targets, weights = next_tokens(batch)
     signals = Signals() if batch.signals is None else batch.signals
-    experts, signals = signals.experts, jax.tree.map(of_next, dataclasses.replace(signals, experts=None))
+    experts, signals = signals.experts, jax.tree.map(shift_to_previous, dataclasses.replace(signals, experts=None))
     experts = None if experts is None else jnp.asarray(experts)  # of input tokens, not of targets
     ordered = in_context_order(model.config, model.execution, batch, targets, weights != 0, signals, experts)
     batch, targets, real, signals, experts = ordered

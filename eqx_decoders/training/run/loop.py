@@ -206,7 +206,7 @@ class TrainingLoop:
             self.interrupt.at_once = False
             step += 1
             self.data_state = run.data.get_state()  # before the batch of the next step is read
-            self.step_log.take(step, metrics, run.batch_metrics(), started)
+            self.step_log.add(step, metrics, run.batch_metrics(), started)
 
             is_evaluated = evaluates_after(config, step)
             is_synchronized = (

@@ -399,7 +399,7 @@ def restore_state(
         if critic is None:
             return state
         settings = parse_settings(manifest["config"])
-        critic_saver = critic.trainer if settings is None else critic.trainer_by(settings)
+        critic_saver = critic.trainer if settings is None else critic.make_trainer(settings)
         critic_savers[manifest["step"]] = critic_saver
         return dataclasses.replace(state, critic=critic_saver.abstract(critic.target, key=key))
 

@@ -1,4 +1,4 @@
-"""Balance of experts: the losses of routing, and its figures in the metrics."""
+"""Balance of experts: losses and metrics of routing."""
 
 from collections.abc import Iterable
 
@@ -14,14 +14,14 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 def expert_configs(config: DecoderConfig) -> tuple[ExpertsConfig, ...]:
     """Return the configurations of the layers that have experts, in the order of `BlockStats.routing`.
 
-    Those of multi-token prediction come last; statistics of a call without it stop before them.
+    Layers of multi-token prediction come last. The statistics of a call without multi-token prediction omit them.
     """
-    ahead = () if config.mtp is None else (config.mtp.block,) * config.mtp.num_depths
-    return tuple(block.mlp for block in (*config.blocks, *ahead) if isinstance(block.mlp, ExpertsConfig))
+    mtp_blocks = () if config.mtp is None else (config.mtp.block,) * config.mtp.num_depths
+    return tuple(block.mlp for block in (*config.blocks, *mtp_blocks) if isinstance(block.mlp, ExpertsConfig))
 
 
 def _configs_of(config: DecoderConfig, stats: RoutingStats) -> tuple[ExpertsConfig, ...]:
-    """Return the configurations of the layers of which `stats` has rows."""
+    """Return the configurations of the layers in `stats`."""
     return expert_configs(config)[: stats.tokens.shape[0]]
 
 
@@ -33,21 +33,22 @@ def has_routing_loss(config: DecoderConfig) -> bool:
 def routing_loss(config: DecoderConfig, stats: RoutingStats) -> Float32[Array, ""]:
     """Compute `balance_loss * load_balance_loss + z_loss * router_z_loss`, the mean over the layers with experts.
 
-    Both weights, and the form of the first loss, are those of each layer's `RouterConfig`.
+    The weights and the form of the balance loss are those of the `RouterConfig` of each layer.
     """
     routers = [layer.router for layer in _configs_of(config, stats)]
-    balance = _each(router.balance_loss for router in routers) * _balance_loss(config, stats)
-    return jnp.mean(balance + _each(router.z_loss for router in routers) * router_z_loss(stats))
+    balance = _per_layer(router.balance_loss for router in routers) * _balance_loss(config, stats)
+    return jnp.mean(balance + _per_layer(router.z_loss for router in routers) * router_z_loss(stats))
 
 
 def routing_report(config: DecoderConfig, stats: RoutingStats) -> dict[str, Float[Array, "layers"]]:
-    """Compute the figures of each layer with experts that metrics report.
+    """Compute the routing metrics of each layer with experts.
 
-    `load` is the largest load over the mean load: 1 is balanced. `dropped` is a share of the tokens' choices,
-    `balance_loss` in the router's form and `router_z_loss` are without their weights, `router_entropy` is in nats.
+    `load` is the largest load divided by the mean load; 1 means balanced. `dropped` is the share of dropped choices.
+    `balance_loss` (in the form of the router) and `router_z_loss` are not multiplied by their weights.
+    `router_entropy` is in nats.
     """
     routed = jnp.maximum(jnp.sum(stats.counts, axis=-1), 1.0)
-    sizes = _each(layer.num_choices for layer in _configs_of(config, stats))
+    sizes = _per_layer(layer.num_choices for layer in _configs_of(config, stats))
     return {
         "load": jnp.max(stats.counts, axis=-1) * sizes / routed,
         "dropped": stats.dropped / routed,
@@ -58,10 +59,10 @@ def routing_report(config: DecoderConfig, stats: RoutingStats) -> dict[str, Floa
 
 
 def relative_loads(config: DecoderConfig, counts: np.ndarray) -> dict[str, np.ndarray]:
-    """Divide the loads of the experts of each layer by their mean, by the number of the layer.
+    """Return the load of each expert divided by the mean load of its layer, by the index of the layer.
 
-    `counts` are those of `RoutingStats`, or their sum over steps. Layers of multi-token prediction are called
-    `ahead 1`, `ahead 2`, ….
+    `counts`: counts of `RoutingStats`, or their sum over steps. Layers of multi-token prediction are called `ahead 1`,
+    `ahead 2`, ….
     """
     names = [str(index) for index, block in enumerate(config.blocks) if isinstance(block.mlp, ExpertsConfig)]
     names += [f"ahead {depth + 1}" for depth in range(len(expert_configs(config)) - len(names))]
@@ -72,9 +73,9 @@ def relative_loads(config: DecoderConfig, counts: np.ndarray) -> dict[str, np.nd
 
 def _balance_loss(config: DecoderConfig, stats: RoutingStats) -> Float32[Array, "layers"]:
     """Compute the balance loss of each layer in the form of its router."""
-    megatron = _each(layer.router.balance_form == "megatron" for layer in _configs_of(config, stats))
+    megatron = _per_layer(layer.router.balance_form == "megatron" for layer in _configs_of(config, stats))
     return jnp.where(megatron > 0, load_balance_loss(stats, "megatron"), load_balance_loss(stats))
 
 
-def _each(values: Iterable[float]) -> Float32[Array, "layers"]:
+def _per_layer(values: Iterable[float]) -> Float32[Array, "layers"]:
     return jnp.asarray(np.fromiter(values, np.float32))

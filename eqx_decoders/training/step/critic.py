@@ -19,14 +19,14 @@ class Critic:
 
     **Arguments:**
 
-    - `trainer_by`: creates a trainer from the settings of a run.
+    - `make_trainer`: returns a trainer for the settings of a run.
     - `trainer`: the trainer of this run.
     - `target`: shapes of the model.
     - `new_model`: creates the initial model.
     - `updates`: number of steps on each batch.
     """
 
-    trainer_by: Callable[[Any], Trainer]
+    make_trainer: Callable[[Any], Trainer]
     trainer: Trainer
     target: Decoder
     new_model: Callable[[], Decoder]
@@ -44,14 +44,14 @@ class Critic:
         """
         policy, critic = _parts(state)
         policy, metrics = trainer.step(policy, batch)
-        critic, beside = self.trainer.step(critic, batch)
-        skipped = metrics.skipped | beside.skipped
+        critic, critic_metrics = self.trainer.step(critic, batch)
+        skipped = metrics.skipped | critic_metrics.skipped
         for _ in range(self.updates - 1):
-            critic, beside = self.trainer.step(critic, batch)
-            skipped = skipped | beside.skipped
-        figures = {"value_loss": beside.loss, "critic_grad_norm": beside.grad_norm}
-        figures |= {"critic_learning_rate": beside.learning_rate} | (beside.objective or {})
-        metrics = dataclasses.replace(metrics, objective=(metrics.objective or {}) | figures, skipped=skipped)
+            critic, critic_metrics = self.trainer.step(critic, batch)
+            skipped = skipped | critic_metrics.skipped
+        objective = {"value_loss": critic_metrics.loss, "critic_grad_norm": critic_metrics.grad_norm}
+        objective |= {"critic_learning_rate": critic_metrics.learning_rate} | (critic_metrics.objective or {})
+        metrics = dataclasses.replace(metrics, objective=(metrics.objective or {}) | objective, skipped=skipped)
         return dataclasses.replace(policy, critic=critic), metrics
 
     def compile(self, trainer: Trainer, state: TrainState, batch: Batch) -> int | None:

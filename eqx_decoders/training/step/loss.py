@@ -1,4 +1,4 @@
-"""What a step minimizes, and the loss of a language model: cross-entropy of each next token of the same document."""
+"""Losses of a step, and the loss of a language model: the cross-entropy of the next tokens of a document."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -36,13 +36,13 @@ from eqx_decoders.training.step.loss_metrics import LossMetrics, MTPLossSums
 from eqx_decoders.training.step.zigzag import in_context_order, row_order
 
 
-def or_one(weight: Array) -> Array:
-    """Return a sum of weights as a divisor: 1 where there are no weights, and all weighted sums are 0."""
+def nonzero_divisor(weight: Array) -> Array:
+    """Return a sum of weights for use as a divisor: 1 where it is 0, because then all weighted sums are 0."""
     return jnp.where(weight > 0, weight, 1.0)
 
 
 def next_tokens(batch: Batch) -> tuple[Int[Array, "batch length"], Float32[Array, "batch length"]]:
-    """Return the target of each token and its weight: 0 at the end of a row or document, for padding, and if masked.
+    """Return the target of each token, and its weight: 0 at the end of a document or row, for padding, and if masked.
 
     Raises ConfigError for rows without tokens.
     """
@@ -60,15 +60,15 @@ def next_tokens(batch: Batch) -> tuple[Int[Array, "batch length"], Float32[Array
     if batch.loss_mask is not None:
         weights *= jnp.asarray(batch.loss_mask)[:, 1:].astype(jnp.float32)
     weights = jnp.concatenate([weights, jnp.zeros((shape[0], 1), jnp.float32)], axis=1)
-    return jnp.where(weights == 0, 0, targets), weights  # what does not count may be anything, even -100
+    return jnp.where(weights == 0, 0, targets), weights  # a target without a weight can be any number, such as -100
 
 
 def mtp_targets(
     batch: Batch, depth: int, order: np.ndarray | None = None
 ) -> tuple[Int[Array, "batch length"], Float32[Array, "batch length"]]:
-    """Return the targets of a depth of multi-token prediction: `depth` tokens on, within one document.
+    """Return the targets of a depth of multi-token prediction, `depth` tokens after the next token, and their weights.
 
-    `order`: the order of tokens in the rows; None: that of the batch.
+    `order`: order of the tokens in the rows, if it differs from that of the batch.
     """
     targets, weights = (shift_left(x, depth) for x in next_tokens(batch))
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
@@ -79,15 +79,15 @@ def mtp_targets(
 
 
 class Forward(NamedTuple):
-    """What a loss may add terms of.
+    """Results of a forward pass, for losses with additional terms.
 
     **Arguments:**
 
-    - `hidden`: the stream behind the last block.
-    - `batch`: tokens, in the order in which the model has read them.
-    - `weights`: of the target of each token.
-    - `signals`: what is about the target, at the place of the token before it.
-    - `streams`: the stream behind each layer, of a model with `layer_streams`.
+    - `hidden`: the residual stream after the last block.
+    - `batch`: the tokens, in the order in which the model has read them.
+    - `weights`: weight of the target of each token.
+    - `signals`: signals of the target of each token, at the position of the token.
+    - `streams`: the residual stream after each layer, for a model with `layer_streams`.
     """
 
     hidden: Float[Array, "batch length embed"]
@@ -97,7 +97,7 @@ class Forward(NamedTuple):
     streams: Float[Array, "layers batch length *streams embed"] | None = None
 
 
-MoreLoss = Callable[[Forward], tuple[Float32[Array, ""], dict[str, Float32[Array, ""]]]]
+AdditionalLoss = Callable[[Forward], tuple[Float32[Array, ""], dict[str, Float32[Array, ""]]]]
 
 
 @run_with_auto_axes
@@ -110,19 +110,27 @@ def token_loss_sum(
     key: PRNGKeyArray | None = None,
     full_batch: Batch | None = None,
     nll_weight: float = 1.0,
-    more: MoreLoss | None = None,
+    more: AdditionalLoss | None = None,
 ) -> tuple[Float32[Array, ""], LossMetrics]:
     """Compute the training loss, summed over the targets, and its metrics.
 
-    It is `sum over targets of -log p(target) + z_loss * log(Z)^2 + routing_loss + indexer_loss + mtp_loss`.
-    `fused` computes the head and the loss together, some positions at a time, so that all logits never exist at once.
-    Gradients of sums can be added over microbatches; divide by `metrics.tokens` at the end. `full_batch` is the batch
-    of which this one is a part: the losses of routing, indexers and multi-token prediction are means over all of it.
-    `more` adds terms to `nll_weight` of the next tokens' loss, and sums for metrics.
+    The loss is `sum over targets of -log p(target) + z_loss * log(Z)^2 + routing_loss + indexer_loss + mtp_loss`.
+    Gradients of sums can be added over microbatches and divided by the sum of `metrics.tokens` at the end.
+
+    **Arguments:**
+
+    - `z_loss`: weight of `log(Z)^2`.
+    - `fused`: compute the head and the loss together, in tiles of positions, so that only a part of the logits exists
+        at a time.
+    - `key`: key for dropout.
+    - `full_batch`: the batch of which `batch` is a microbatch. The losses of routing, indexers and multi-token
+        prediction are means over it.
+    - `nll_weight`: weight of the loss of next tokens, with `more`.
+    - `more`: returns additional terms of the loss, and sums for metrics.
     """
     full_batch, mtp, sums = batch if full_batch is None else full_batch, None, None
     in_order, order = batch, row_order(model.execution, batch.tokens.shape[1])
-    signals = Signals() if more is None or batch.signals is None else jax.tree.map(of_next, batch.signals)
+    signals = Signals() if more is None or batch.signals is None else jax.tree.map(shift_to_previous, batch.signals)
     ordered = in_context_order(model.config, model.execution, batch, *next_tokens(batch), signals)
     batch, targets, weights, signals = ordered
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
@@ -148,14 +156,14 @@ def token_loss_sum(
     return loss, metrics
 
 
-def of_next(x: Shaped[AnyArray, "batch length *rest"]) -> Shaped[Array, "batch length *rest"]:
-    """Put what is about a token at the place of the token before it."""
+def shift_to_previous(x: Shaped[AnyArray, "batch length *rest"]) -> Shaped[Array, "batch length *rest"]:
+    """Move values of tokens to the position of the previous token."""
     x = jnp.asarray(x)
     return jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)
 
 
 def model_inputs(model: Decoder, batch: Batch) -> dict[str, Any]:
-    """Return the inputs of the model besides tokens; images are encoded once, for it and for MTP."""
+    """Return the inputs of the model other than tokens. Images are encoded once, for the model and for MTP."""
     encoded = None if batch.media is None else model.encode(batch.media)
     return dict(inputs=batch.inputs, media=batch.media, encoded=encoded)
 
@@ -171,7 +179,10 @@ def _head_loss(
     key: PRNGKeyArray | None,
     depth: int = 0,
 ) -> tuple[Array, Array, Array]:
-    """Sum loss, negative log-likelihood and right predictions over the targets, for the head or an MTP depth."""
+    """Return the loss, negative log-likelihood and number of correct predictions, summed over the targets.
+
+    `depth`: depth of multi-token prediction; 0: the head.
+    """
     if fused:
         loss, sums = linear_cross_entropy(
             model.head_input(hidden, key=key, depth=depth),
@@ -190,26 +201,31 @@ def _head_loss(
 
 
 def head_weights(model: Decoder) -> HeadWeights:
-    """Return the plain weights of the output head. Raises ConfigError for a head of scores."""
+    """Return the dense weights of the output head. Raises ConfigError for a head of scores."""
     model.config.check_logits("a loss of tokens")
     return HeadWeights(as_weight(model.head_kernel).array(1 if model.head is None else 0), model.logit_bias)
 
 
 def head_options(model: Decoder) -> dict[str, Any]:
-    """Return how the head is computed together with the loss: options of `linear_cross_entropy`."""
-    layout, most = model.execution.layout, model.execution.head_bytes
-    if most is None:
+    """Return options of `linear_cross_entropy` that follow from the model's execution."""
+    layout, head_bytes = model.execution.layout, model.execution.head_bytes
+    if head_bytes is None:
         chip = chip_of(layout.device.device_kind)
-        most = 2 * 10**9 if chip is None else int(chip.memory / chip.devices / 10)
+        head_bytes = 2 * 10**9 if chip is None else int(chip.memory / chip.devices / 10)
     return dict(
-        tied=model.head is None, tiles=HeadTiles(head_bytes=most), flatten=layout.backend.flat_products, layout=layout
+        tied=model.head is None,
+        tiles=HeadTiles(head_bytes=head_bytes),
+        flatten=layout.backend.flat_products,
+        layout=layout,
     )
 
 
 def _mtp_loss_sum(
     model: Decoder, hidden: tuple[Array, ...], batch: Batch, full_batch: Batch, *, fused: bool, key: PRNGKeyArray | None
 ) -> tuple[Array, MTPLossSums]:
-    """Compute this part's share of `loss_weight * mean over all depths' targets of -log p`, times its targets."""
+    """Compute the MTP loss of a microbatch: its part of `loss_weight * mean of -log p over the targets of all depths`,
+    multiplied by the number of next-token targets of the full batch.
+    """
     assert model.mtp is not None
     order, sums, tokens = row_order(model.execution, batch.tokens.shape[1]), [], []
     for depth, x in enumerate(hidden, 1):
@@ -218,12 +234,14 @@ def _mtp_loss_sum(
         tokens.append(jnp.sum(weights))
     losses, nll = zip(*sums, strict=True)
     whole = jnp.sum(jnp.stack([mtp_targets(full_batch, depth)[1] for depth in range(1, len(hidden) + 1)]))
-    scale = model.mtp.config.loss_weight * jnp.sum(next_tokens(full_batch)[1]) / or_one(whole)
+    scale = model.mtp.config.loss_weight * jnp.sum(next_tokens(full_batch)[1]) / nonzero_divisor(whole)
     return scale * sum(losses), MTPLossSums(nll=jax.lax.stop_gradient(jnp.stack(nll)), tokens=jnp.stack(tokens))
 
 
 def _indexer_loss_sum(model: Decoder, stats: IndexerStats, full_batch: Batch) -> Float32[Array, ""]:
-    """Compute this part's share of the indexers' loss of the whole batch, times its targets."""
+    """Compute the loss of indexers for a microbatch: its part of the mean over the full batch, multiplied by the number
+    of targets.
+    """
     tokens = jnp.sum(_real_tokens(model, full_batch, indexer_configs)[: stats.tokens.shape[0]], axis=(1, 2))
     whole = dataclasses.replace(stats, tokens=tokens)
     return jnp.sum(next_tokens(full_batch)[1]) * indexer_loss(model.config, whole)
@@ -232,7 +250,7 @@ def _indexer_loss_sum(model: Decoder, stats: IndexerStats, full_batch: Batch) ->
 def _real_tokens(
     model: Decoder, batch: Batch, configs: Callable[[DecoderConfig], Sequence[Any]]
 ) -> Float32[Array, "layers batch length"]:
-    """Return which tokens are read by each layer that `configs` finds; those of MTP come last."""
+    """Return the tokens that each layer of `configs` reads, as 0 and 1. Layers of multi-token prediction come last."""
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
     positions, segments = document_positions(positions, segments, batch.tokens.shape)
     count = len(configs(dataclasses.replace(model.config, mtp=None)))
@@ -241,7 +259,9 @@ def _real_tokens(
 
 
 def _routing_loss_sum(model: Decoder, stats: RoutingStats, full_batch: Batch) -> Float32[Array, ""]:
-    """Compute this part's share of the routing loss of the whole batch, times its targets."""
+    """Compute the routing loss of a microbatch: its part of the mean over the full batch, multiplied by the number of
+    targets.
+    """
     reals = _real_tokens(model, full_batch, expert_configs)[: stats.tokens.shape[0]]
     sums = jnp.sum(reals, axis=(1, 2)), jnp.sum(jnp.max(reals, axis=2), axis=1)
     whole = eqx.tree_at(lambda s: (s.tokens, s.sequences), stats, sums)
@@ -251,22 +271,22 @@ def _routing_loss_sum(model: Decoder, stats: RoutingStats, full_batch: Batch) ->
 def next_token_loss(
     model: Decoder, batch: Batch, *, z_loss: float = 0.0, fused: bool = True, key: PRNGKeyArray | None = None
 ) -> tuple[Float32[Array, ""], LossMetrics]:
-    """Compute the mean of `token_loss_sum` over the batch's target tokens (0 if there are none), and its sums.
+    """Compute the mean loss over the target tokens of a batch (0 without targets), and the sums of `token_loss_sum`.
 
-    It includes the balance loss and z-loss of routers that have them, each the mean over layers with experts; the loss
-    of indexers, the mean over layers that have one; and that of multi-token prediction, the mean over the targets of
-    all its depths, by `MTPConfig.loss_weight`.
+    The loss includes the balance losses and z-losses of routers, as means over the layers with experts; the losses of
+    indexers, as a mean over their layers; and the loss of multi-token prediction, as a mean over the targets of all
+    depths, multiplied by `MTPConfig.loss_weight`.
 
-    Outside of `jax.jit` it is compiled, too. Raises ConfigError for a batch of arrays with wrong shapes or dtypes or,
-    where they are known, ids that are not in the vocabulary.
+    Outside of `jax.jit` the function is compiled. Raises ConfigError for arrays with wrong shapes or dtypes and, if the
+    values are known, for ids outside of the vocabulary.
 
     **Arguments:**
 
     - `model`: a decoder.
-    - `batch`: tokens, and where known segment ids, positions, spans and which tokens count as targets.
+    - `batch`: tokens and, optionally, segment ids, positions, spans and a mask of targets.
     - `z_loss`: weight of `log(Z)^2`, which keeps the normalizer near 1 (PaLM, 2022).
-    - `fused`: whether head and loss are computed together, tile by tile.
-    - `key`: for dropout.
+    - `fused`: compute head and loss together, in tiles.
+    - `key`: key for dropout.
     """
     more: Any = dict(loss_mask=batch.loss_mask, spans=batch.spans)
     tokens = batch.tokens if batch.media is None else without_placeholders(batch.tokens, batch.media)
@@ -278,27 +298,27 @@ def next_token_loss(
 @run_with_auto_axes
 def _mean_loss(model: Decoder, batch: Batch, z_loss: float, fused: bool, key: PRNGKeyArray | None):
     loss, metrics = token_loss_sum(model, batch, z_loss=z_loss, fused=fused, key=key)
-    return loss / or_one(metrics.tokens), metrics
+    return loss / nonzero_divisor(metrics.tokens), metrics
 
 
 @runtime_checkable
 class Loss(Protocol):
-    """What a step minimizes: a sum over a batch, of which a microbatch computes its part.
+    """Loss that a step minimizes: a sum over the microbatches of a batch.
 
-    A loss must be hashable, and equal to others that compute the same: a program is compiled for each.
+    A loss is hashable, and losses that compute the same function are equal: the step is compiled for each value.
     """
 
-    # whether the sum over the batch is to be divided by `LossMetrics.tokens`; otherwise it is final
+    # whether the sum over the batch is divided by `LossMetrics.tokens`
     per_token: ClassVar[bool]
 
     def __call__(
         self, model: Decoder, batch: Batch, *, key: PRNGKeyArray | None, full_batch: Batch
     ) -> tuple[Float32[Array, ""], LossMetrics]:
-        """Compute the part of `batch`, which is a part of `full_batch`; `key` is for dropout."""
+        """Compute the loss of `batch`, a microbatch of `full_batch`. `key`: key for dropout."""
         ...
 
-    def figures(self, sums: dict[str, Float32[Array, ""]]) -> dict[str, Float32[Array, ""]]:
-        """Compute the figures that are reported of `LossMetrics.sums` over the whole batch."""
+    def metrics(self, sums: dict[str, Float32[Array, ""]]) -> dict[str, Float32[Array, ""]]:
+        """Compute the metrics of a batch from the sums of `LossMetrics.sums`."""
         ...
 
 
@@ -309,7 +329,7 @@ class NextTokenLoss(CheckedFields):
     z_loss: NonNegativeFloat = 0.0
     """Weight of `log(Z)^2`."""
     fused: bool = True
-    """Whether head and loss are computed together, tile by tile."""
+    """Compute head and loss together, in tiles."""
     per_token: ClassVar[bool] = True
 
     def __call__(
@@ -318,19 +338,19 @@ class NextTokenLoss(CheckedFields):
         """Compute `token_loss_sum`."""
         return token_loss_sum(model, batch, z_loss=self.z_loss, fused=self.fused, key=key, full_batch=full_batch)
 
-    def figures(self, sums: dict[str, Float32[Array, ""]]) -> dict[str, Float32[Array, ""]]:
-        """Return none."""
+    def metrics(self, sums: dict[str, Float32[Array, ""]]) -> dict[str, Float32[Array, ""]]:
+        """Return no metrics."""
         return {}
 
 
 class EvaluationSums(eqx.Module):
-    """Sums of held-out evaluation, added up over batches.
+    """Sums of an evaluation, which can be added over batches.
 
     **Arguments:**
 
-    - `nll`, `tokens`: nats of the targets, and their number.
-    - `accepted`, `proposed`: draft tokens of each depth of multi-token prediction: those that equal the head's
-        prediction one token later, and all. None without multi-token prediction.
+    - `nll`, `tokens`: negative log-likelihood of the targets in nats, and their number.
+    - `accepted`, `proposed`: for each depth of multi-token prediction, the number of draft tokens that equal the head's
+        prediction one token later, and of all draft tokens. None without multi-token prediction.
     """
 
     nll: Float32[Array, ""]
@@ -341,7 +361,7 @@ class EvaluationSums(eqx.Module):
 
 @run_with_auto_axes
 def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
-    """Compute the sums of one batch; a fraction of a target counts as that much of a token."""
+    """Compute the sums of one batch. A target with a weight below 1 counts as a fraction of a token."""
     in_order, order = batch, row_order(model.execution, batch.tokens.shape[1])
     batch, targets, weights = in_context_order(model.config, model.execution, batch, *next_tokens(batch))
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
@@ -364,5 +384,5 @@ def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
 
 
 def _argmax_tokens(model: Decoder, hidden: Array, depth: int) -> Int[Array, "batch length"]:
-    """Return the likeliest token at each position; a cap on logits does not change it."""
+    """Return the most likely token at each position. A cap on logits does not change it."""
     return linear_argmax(model.head_input(hidden, depth=depth), head_weights(model), **head_options(model))

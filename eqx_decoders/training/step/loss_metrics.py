@@ -1,4 +1,4 @@
-"""Sums over the targets of a batch that a loss is made of."""
+"""Sums of losses and metrics over the targets of a batch."""
 
 import dataclasses
 
@@ -15,8 +15,8 @@ class MTPLossSums(eqx.Module):
 
     **Arguments:**
 
-    - `nll`: negative log-likelihood, nats.
-    - `tokens`: targets (or the sum of their weights).
+    - `nll`: negative log-likelihood, in nats.
+    - `tokens`: number of targets, or the sum of their weights.
     """
 
     nll: Float32[Array, "depths"]
@@ -24,18 +24,18 @@ class MTPLossSums(eqx.Module):
 
 
 class LossMetrics(eqx.Module):
-    """Sums over the target tokens of a batch, so that batches and microbatches can be added up.
+    """Sums over the target tokens of a batch, which can be added over batches and microbatches.
 
     **Arguments:**
 
-    - `loss`: the minimized sum, nats (with the z-loss, and those of routing and MTP, times the targets).
-    - `nll`: negative log-likelihood, nats.
+    - `loss`: the loss in nats, including the z-loss and the losses of routing and MTP.
+    - `nll`: negative log-likelihood, in nats.
     - `correct`: number of targets that are the result of `argmax` (the lowest id with the highest logit).
-    - `tokens`: targets (or the sum of their weights).
-    - `stats`: statistics of the layers: of activations and largest scores if requested, of routing where there are
-        experts, of indexers that learn; else None. The layers of multi-token prediction come last.
-    - `mtp`: sums of multi-token prediction; None where there is none.
-    - `sums`: of an objective, by name; None of the loss of next tokens.
+    - `tokens`: number of targets, or the sum of their weights.
+    - `stats`: statistics of the layers, or None: of activations and largest scores if requested, of routing with
+        experts, of indexers that are trained. Layers of multi-token prediction come last.
+    - `mtp`: sums of multi-token prediction, or None.
+    - `sums`: sums of an objective, by name; None for the loss of next tokens.
     """
 
     loss: Float32[Array, ""]

@@ -1,4 +1,4 @@
-"""A loss's own weights: made, placed, and told from the model's by the paths that they have beside these."""
+"""Trainable weights of a loss, such as a projection: initialization, sharding, and their paths."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -10,20 +10,20 @@ from eqx_decoders.sharding.axes import Axes, axes, path_name
 from eqx_decoders.sharding.layout import partitions
 
 
-LOSS_WEIGHTS = "loss_weights."  # in front of their paths, where they stand beside the model's
+LOSS_WEIGHTS = "loss_weights."  # prefix of their paths, to distinguish them from those of the model
 
 
 @runtime_checkable
 class WeightedLoss(Protocol):
-    """A loss that may have weights of its own, such as a projection, which are trained and saved beside the model's.
+    """Loss with trainable weights, such as a projection. They are trained and saved with the model.
 
-    They are made before the first step, stand in `TrainState.loss_weights`, and are in no export.
+    The weights are initialized before the first step, stored in `TrainState.loss_weights`, and not exported.
     """
 
     def new_weights(self, model: Any, *, key: PRNGKeyArray) -> Any:
-        """Make the weights for a model (arrays or shapes): a module whose arrays name their axes; None: there are none.
+        """Return initial weights for a model of arrays or shapes: a module whose arrays name their axes, or None.
 
-        It is called inside of `jax.jit`.
+        The method is called in `jax.jit`.
         """
         ...
 
@@ -33,7 +33,7 @@ class WeightedLoss(Protocol):
 
 
 def loss_shapes(loss: Any, model: Any) -> PyTree:
-    """Return the shapes of a loss's own weights beside a model, with their shardings; None without any."""
+    """Return the shapes and shardings of the weights of a loss for a model; None if it has no weights."""
     if not isinstance(loss, WeightedLoss):
         return None
     shapes = jax.eval_shape(lambda key: loss.new_weights(model, key=key), jax.random.key(0))
@@ -42,28 +42,30 @@ def loss_shapes(loss: Any, model: Any) -> PyTree:
 
 
 def new_loss_weights(loss: Any, model: Any, key: PRNGKeyArray) -> PyTree:
-    """Make the weights of a loss beside a model, each on its devices; None without any."""
+    """Return initial weights of a loss for a model, on their devices; None if it has no weights."""
     target, layout = loss_shapes(loss, model), model.execution.layout
     if target is None:
         return None
-    make = layout.automatically(lambda key: loss.new_weights(model, key=key), lambda _: partitions(target))
-    return jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))(jax.random.fold_in(key, 1))
+    initialize = layout.automatically(lambda key: loss.new_weights(model, key=key), lambda _: partitions(target))
+    return jax.jit(initialize, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))(
+        jax.random.fold_in(key, 1)
+    )
 
 
 def with_loss_weights(loss: Any, weights: PyTree) -> Any:
-    """Return a loss with its own weights, if it has any."""
+    """Return a loss with these weights; unchanged if `weights` is None."""
     return loss if weights is None else loss.with_weights(weights)
 
 
-def moved_loss_weights(loss_weights: PyTree, weights: Mapping[str, Any]) -> PyTree:
-    """Return the tree of a loss's own weights with those of a dictionary of weights by path, where they are in it."""
+def replace_loss_weights(loss_weights: PyTree, weights: Mapping[str, Any]) -> PyTree:
+    """Return the weights of a loss, replaced by those that the dictionary `weights` contains, by path."""
 
-    def moved(path: tuple[Any, ...], leaf: Any) -> Any:
+    def replacement(path: tuple[Any, ...], leaf: Any) -> Any:
         return weights.get(LOSS_WEIGHTS + path_name(path), leaf).astype(leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(moved, loss_weights)
+    return jax.tree_util.tree_map_with_path(replacement, loss_weights)
 
 
 def loss_axes(loss_weights: PyTree) -> dict[str, Axes]:
-    """Return the axis names of a loss's own weights, by the paths that they have beside the model's."""
-    return {LOSS_WEIGHTS + name: words for name, words in axes(loss_weights).items()}
+    """Return the axis names of the weights of a loss, by path."""
+    return {LOSS_WEIGHTS + name: axis_names for name, axis_names in axes(loss_weights).items()}

@@ -1,4 +1,4 @@
-"""Microbatches of a step: a batch cut into parts, and the statistics of the parts put together."""
+"""Microbatches of a step: division of a batch, and sums of their statistics."""
 
 import dataclasses
 from typing import Any
@@ -16,26 +16,32 @@ from eqx_decoders.sharding.axes import path_name
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.sharding.pipeline import split_microbatches
 from eqx_decoders.training.step.loss_metrics import LossMetrics
-from eqx_decoders.training.step.zigzag import in_rows
+from eqx_decoders.training.step.zigzag import constrain_rows
 
 
-def cut_batch(batch: Batch, count: int) -> Batch:
-    """Cut a batch into microbatches along a new first axis; images and audio by the rows that they belong to."""
+def split_batch(batch: Batch, count: int) -> Batch:
+    """Divide a batch into microbatches along a new first axis. Raises ConfigError.
+
+    Images and audio are divided according to their rows.
+    """
     rows, groups = batch.tokens.shape[0], None if batch.media is None else batch.media.order.shape[0]
-    rule = f"microbatches need a group of images for each of the {rows} rows: Media.create(…, groups={rows})"
-    check(groups in (None, rows), f"Batch.media has {groups} groups, but {rule}.")
+    check(
+        groups in (None, rows),
+        f"Batch.media has {groups} groups, but microbatches need one group of images for each of the {rows} rows: use "
+        f"Media.create(…, groups={rows}).",
+    )
 
-    def cut(path: Any, leaf: Any) -> Array:
+    def split(path: Any, leaf: Any) -> Array:
         by_row = leaf.reshape(rows, -1, *leaf.shape[1:]) if _is_media(path) else leaf
         return split_microbatches(jnp.asarray(by_row), count)
 
-    return jax.tree_util.tree_map_with_path(cut, batch)
+    return jax.tree_util.tree_map_with_path(split, batch)
 
 
 def join_microbatch(batch: Batch, layout: Layout) -> Batch:
-    """Reshape one of the microbatches of `cut_batch` to a batch."""
+    """Reshape a microbatch of `split_batch` to a batch."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaf.reshape(-1, *leaf.shape[2:]) if _is_media(path) else in_rows(leaf, layout),
+        lambda path, leaf: leaf.reshape(-1, *leaf.shape[2:]) if _is_media(path) else constrain_rows(leaf, layout),
         batch,
     )
 
@@ -45,7 +51,7 @@ def _is_media(path: Any) -> bool:
 
 
 def without_activations(metrics: LossMetrics) -> tuple[LossMetrics, ActivationStats | None]:
-    """Return the metrics without the statistics of activations, which are not sums, and these statistics."""
+    """Return the metrics without the statistics of activations, which cannot be added, and these statistics."""
     if metrics.stats is None:
         return metrics, None
     activations = metrics.stats.activations
@@ -53,7 +59,7 @@ def without_activations(metrics: LossMetrics) -> tuple[LossMetrics, ActivationSt
 
 
 def with_activations(metrics: LossMetrics, parts: ActivationStats | None) -> LossMetrics:
-    """Add the statistics of activations of all microbatches, which `parts` has along its first axis."""
+    """Return the metrics with the statistics of activations of all microbatches (first axis of `parts`)."""
     if metrics.stats is None or parts is None:
         return metrics
     return dataclasses.replace(
@@ -61,8 +67,8 @@ def with_activations(metrics: LossMetrics, parts: ActivationStats | None) -> Los
     )
 
 
-def zeros_to_add(zeros: LossMetrics) -> LossMetrics:
-    """Return the start of a sum of metrics over microbatches: zeros, and for maxima a number below all."""
+def zero_metrics(zeros: LossMetrics) -> LossMetrics:
+    """Return the initial value of a sum of metrics over microbatches: zeros, and for maxima the lowest value."""
     if zeros.stats is None or zeros.stats.max_scores is None:
         return zeros
     return eqx.tree_at(lambda metrics: metrics.stats.max_scores, zeros, jnp.full_like(zeros.stats.max_scores, EMPTY))

@@ -1,4 +1,4 @@
-"""The optimizer's update layer by layer, where weights, gradients or states are in the host's memory."""
+"""Update of offloaded weights and optimizer states, layer by layer, so that the device holds one layer at a time."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,34 +16,42 @@ from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, matching
 Update = Callable[[dict[str, Array], dict[str, Array], PyTree, PyTree], tuple[dict[str, Array], PyTree, PyTree]]
 
 
-def check_offload(offload: Offload, words: Mapping[str, Axes], optimizer: OptimizerConfig) -> None:
-    """Raise ConfigError for patterns that match nothing, and for optimizers that see more than one layer."""
+def check_offload(offload: Offload, axis_names: Mapping[str, Axes], optimizer: OptimizerConfig) -> None:
+    """Raise ConfigError for patterns without a match, and for optimizers that cannot update layers separately.
+
+    `axis_names`: axes of each weight, by path.
+    """
     if offload == Offload():
         return
-    able = tuple(name for name, axis_names in words.items() if can_offload(name, axis_names))
-    matching(able, offload.weights, "Offload.weights")
-    matching(able, offload.optimizer, "Offload.optimizer")
-    rule = f"can't move one layer at a time, as {offload} asks for"
-    able = optimizer.name in ("adamw", "lion")
-    check(able, f"OptimizerConfig.name={optimizer.name!r} {rule}. Take adamw or lion, or leave it on the device.")
-    rule = f"OptimizerConfig.moments_dtype='int8' {rule}: it draws for all layers at once"
-    check(optimizer.moments_dtype != "int8", f"{rule}. Take bfloat16, or leave it on the device.")
+    paths = tuple(path for path, names in axis_names.items() if can_offload(path, names))
+    matching(paths, offload.weights, "Offload.weights")
+    matching(paths, offload.optimizer, "Offload.optimizer")
+    check(
+        optimizer.name in ("adamw", "lion"),
+        f"OptimizerConfig.name={optimizer.name!r} cannot update layers separately, which {offload} needs. Use adamw or "
+        "lion, or do not offload.",
+    )
+    check(
+        optimizer.moments_dtype != "int8",
+        f"OptimizerConfig.moments_dtype='int8' cannot update layers separately, which {offload} needs: it draws random "
+        "numbers for all layers at once. Use bfloat16, or do not offload.",
+    )
 
 
 def square_sum(tree: dict[str, Array]) -> Float32[Array, ""]:
-    """Sum all squares in float32; of arrays on the host layer by layer."""
+    """Return the sum of the squares of all elements, in float32. Arrays in host memory are summed layer by layer."""
 
-    def one(leaf: Array) -> Array:
+    def sum_of(leaf: Array) -> Array:
         if not is_on_host(leaf):
             return _squares(leaf)
         return jax.lax.fori_loop(
             0, leaf.shape[0], lambda layer, total: total + _squares(_layer(leaf, layer)), jnp.float32(0)
         )
 
-    return sum((one(leaf) for leaf in tree.values()), jnp.float32(0))
+    return sum((sum_of(leaf) for leaf in tree.values()), jnp.float32(0))
 
 
-def by_layer(
+def update_by_layer(
     update: Update,
     groups: Mapping[int, tuple[str, ...]],
     names: tuple[str, ...],
@@ -53,57 +61,60 @@ def by_layer(
     optimizer: PyTree,
     ema: dict[str, Array] | None,
 ) -> tuple[dict[str, Array], PyTree, dict[str, Array] | None]:
-    """Compute new weights, states and means; return the old ones if not `finite`.
+    """Return new weights, optimizer states and moving averages; the old ones if the step is not `finite`.
 
     **Arguments:**
 
-    - `update`: `(weights, gradient, optimizer, ema) -> (weights, optimizer, ema)` of any of the weights, each for
-        itself: it may not look at one layer's weight to move another's.
-    - `groups`: the weights that are moved layer by layer, by their number of layers.
-    - `names`: all other weights, which are moved at once, and decide what else is in the optimizer's state.
+    - `update`: `(weights, gradient, optimizer, ema) -> (weights, optimizer, ema)` for a subset of the weights. The
+        update of a weight must not depend on other weights or layers.
+    - `groups`: paths of the weights that are updated layer by layer, by their number of layers.
+    - `names`: paths of all other weights. They are updated at once, together with the parts of the optimizer state that
+        do not belong to a weight.
+    - `finite`: whether the step changes anything.
+    - `weights`, `gradient`, `optimizer`, `ema`: the values before the step.
     """
-    every = frozenset(weights)
+    all_names = frozenset(weights)
 
     def pick(tree: PyTree, names: tuple[str, ...]) -> PyTree:
-        return _parts(lambda part: {name: part[name] for name in names}, every, tree)
+        return _parts(lambda part: {name: part[name] for name in names}, all_names, tree)
 
-    def some(names: tuple[str, ...]) -> tuple[Any, ...]:
+    def state_of(names: tuple[str, ...]) -> tuple[Any, ...]:
         return tuple(pick(tree, names) for tree in (weights, optimizer, ema))
 
-    rest, slopes = some(names), pick(gradient, names)
-    done = [jax.lax.cond(finite, lambda w, o, e: update(w, slopes, o, e), lambda *same: same, *rest)]
+    state, gradients = state_of(names), pick(gradient, names)
+    results = [jax.lax.cond(finite, lambda w, o, e: update(w, gradients, o, e), lambda *old: old, *state)]
     for layers, group in groups.items():
-        done.append(_group(update, layers, finite, pick(gradient, group), some(group)))
+        results.append(_update_group(update, layers, finite, pick(gradient, group), state_of(group)))
 
     def joined(first: PyTree, *others: PyTree) -> PyTree:
-        """Join the dictionaries of weights; all other nodes are those of the weights that are moved at once."""
+        """Merge the dictionaries of weights. All other nodes are those of the first tree."""
         return _parts(lambda part, *more: {name: x for each in (part, *more) for name, x in each.items()},
                       frozenset(names), first, *others)  # fmt: skip
 
-    return tuple(joined(*trees) for trees in zip(*done, strict=True))
+    return tuple(joined(*trees) for trees in zip(*results, strict=True))
 
 
-def _group(update: Update, layers: int, finite: Array, gradient: dict[str, Array], old: Any) -> Any:
-    """Update one layer after another, each written where it was read: the host holds no second copy."""
+def _update_group(update: Update, layers: int, finite: Array, gradient: dict[str, Array], old: Any) -> Any:
+    """Update one layer after another in place, so that the host needs no second copy."""
     leaves, tree = jax.tree.flatten(old)
     stacked = [leaf.ndim > 0 for leaf in leaves]  # counters have no layers
 
     def body(layer: Array, leaves: list[Array]) -> list[Array]:
-        before = [_layer(leaf, layer) if cut else leaf for leaf, cut in zip(leaves, stacked, strict=True)]
-        slopes = {name: _layer(leaf, layer) for name, leaf in gradient.items()}
+        before = [_layer(leaf, layer) if has_layers else leaf for leaf, has_layers in zip(leaves, stacked, strict=True)]
+        gradients = {name: _layer(leaf, layer) for name, leaf in gradient.items()}
         weights, optimizer, ema = jax.tree.unflatten(tree, before)
-        after = jax.tree.leaves(update(weights, slopes, optimizer, ema))
+        after = jax.tree.leaves(update(weights, gradients, optimizer, ema))
         results = (jnp.where(finite, new, old) for new, old in zip(after, before, strict=True))
         return [
-            jax.lax.dynamic_update_index_in_dim(leaf, to_memory_of(result, leaf), layer, 0) if cut else leaf
-            for leaf, result, cut in zip(leaves, results, stacked, strict=True)
+            jax.lax.dynamic_update_index_in_dim(leaf, to_memory_of(result, leaf), layer, 0) if has_layers else leaf
+            for leaf, result, has_layers in zip(leaves, results, stacked, strict=True)
         ]
 
     return jax.tree.unflatten(tree, jax.lax.fori_loop(0, layers, body, leaves))
 
 
 def _parts(change: Callable[..., Any], names: frozenset[str], tree: PyTree, *others: PyTree) -> PyTree:
-    """Change every dictionary of these weights in a tree."""
+    """Apply `change` to each dictionary in a tree whose keys are `names`."""
 
     def of_weights(part: Any) -> bool:
         return isinstance(part, dict) and frozenset(part) == names

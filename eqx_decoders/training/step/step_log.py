@@ -1,4 +1,4 @@
-"""Metrics of the steps of a run: losses, times, waiting for data, FLOPs and memory."""
+"""Metrics of the steps of a run: losses, times, utilization and memory."""
 
 import collections
 import contextlib
@@ -17,13 +17,13 @@ from eqx_decoders.training.step.balance import relative_loads, routing_report
 from eqx_decoders.training.step.train_state import StepMetrics
 
 
-LOAD_STEPS = 50  # at the end of a run, whose mean loads of experts are reported
-PEAK_STEPS = 8  # that are looked at together: a host that was late reads two at a time
+LOAD_STEPS = 50  # number of last steps whose mean loads of experts are reported
+PEAK_STEPS = 8  # number of steps over which the peak speed is a mean: a late host reads two steps at once
 _routing_report = jax.jit(routing_report, static_argnums=0)
 
 
 class _PendingStep(NamedTuple):
-    """A step that was given to the devices, and may not be done yet; `started`: when the host began with it."""
+    """Step that was started on the devices and may not be finished. `started`: time at which the host started it."""
 
     step: int
     metrics: StepMetrics
@@ -33,84 +33,103 @@ class _PendingStep(NamedTuple):
 
 
 class StepLog:
-    """Queue of the steps whose metrics were not read yet, and the rows of metrics that they become.
+    """Queue of started steps, and the rows of metrics of finished steps.
 
-    step_flops: FLOPs of a step. peak_flops: FLOP/s of all devices; a faster step raises it.
+    **Arguments:**
+
+    - `config`: configuration of the model.
+    - `step_flops`: FLOPs of a step.
+    - `peak_flops`: peak performance of all devices, in FLOP/s. A faster step increases it.
+    - `goodput`: measures the goodput of the run.
+
+    **Attributes:**
+
+    - `step_bytes`: memory that a step needs per device; None if the compiler does not report it.
+    - `last`: the last row.
     """
 
     def __init__(self, config: DecoderConfig, *, step_flops: float, peak_flops: float, goodput: Goodput):
         self._config, self._step_flops, self._peak_flops, self._goodput = config, step_flops, peak_flops, goodput
-        self.step_bytes: int | None = None  # that a step needs of a device, where the compiler tells
+        self.step_bytes: int | None = None
         self.last: MetricsRow = {}
-        self._taken: collections.deque[_PendingStep] = collections.deque()
+        self._pending: collections.deque[_PendingStep] = collections.deque()
         self._seconds: collections.deque[float] = collections.deque(maxlen=PEAK_STEPS)
         self._expert_counts: collections.deque[np.ndarray] = collections.deque(maxlen=LOAD_STEPS)
-        self._read_at, self._done = 0.0, _DoneTimes()  # when metrics were read last; when steps were done
-        self._waited = 0.0  # seconds for which the devices had no batch, since metrics were read last
+        self._read_at, self._finished = (
+            0.0,
+            _FinishTimes(),
+        )  # time of the last `read`; times at which steps were finished
+        self._waited = 0.0  # seconds without a batch since the last `read`
 
     def __len__(self) -> int:
-        """Return the number of steps under way."""
-        return len(self._taken)
+        """Return the number of started steps whose metrics were not read."""
+        return len(self._pending)
 
-    def take(self, step: int, metrics: StepMetrics, epochs: dict[str, float], started: float) -> None:
-        """Add a step that the devices were given.
+    def add(self, step: int, metrics: StepMetrics, epochs: dict[str, float], started: float) -> None:
+        """Add a started step.
 
-        epochs: passes over the data so far, by their names in a row. started: when the host began with it
-        (`time.perf_counter`).
+        **Arguments:**
+
+        - `step`: number of the step.
+        - `metrics`: its metrics, which may not be computed yet.
+        - `epochs`: number of passes over the data so far, by name.
+        - `started`: time at which the host started the step (`time.perf_counter`).
         """
         stats, routing = metrics.stats, None
-        if stats is not None and stats.routing is not None:  # now: later it would stand behind the next steps
+        if (
+            stats is not None and stats.routing is not None
+        ):  # queued now: later it would be computed after the next steps
             routing = _routing_report(self._config, stats.routing)
-        self._taken.append(_PendingStep(step, metrics, routing, epochs, started))
+        self._pending.append(_PendingStep(step, metrics, routing, epochs, started))
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time inside as waiting for data, from when the devices have nothing left to do."""
-        started, last = time.perf_counter(), self._taken[-1].metrics.loss if self._taken else None
+        """Measure the time in the context in which the devices are idle, and add it to `data_wait`."""
+        started, last = time.perf_counter(), self._pending[-1].metrics.loss if self._pending else None
         if last is not None:
-            self._done.watch(last)
+            self._finished.watch(last)
         yield
-        done_at = started if last is None else self._done.time_of(last)
-        if done_at is not None:
-            self._waited += time.perf_counter() - max(started, done_at)
+        finished_at = started if last is None else self._finished.time_of(last)
+        if finished_at is not None:
+            self._waited += time.perf_counter() - max(started, finished_at)
 
     def close(self) -> None:
-        """End the thread that notes when steps are done."""
-        self._done.close()
+        """End the thread that records when steps are finished."""
+        self._finished.close()
 
     def forget_waiting(self) -> None:
-        """Forget the waiting so far, which was not within a step."""
+        """Discard the waiting time so far, because it was not in a step."""
         self._waited = 0.0
 
     def read(self) -> MetricsRow:
-        """Return the row of the oldest step under way, as soon as it is done."""
-        taken = self._taken.popleft()
-        taken = taken._replace(**jax.device_get({"metrics": taken.metrics, "routing": taken.routing}))
+        """Wait for the oldest started step, and return its row of metrics."""
+        pending = self._pending.popleft()
+        pending = pending._replace(**jax.device_get({"metrics": pending.metrics, "routing": pending.routing}))
         now = time.perf_counter()
-        seconds, self._read_at = max(1e-9, now - max(self._read_at, taken.started)), now
+        seconds, self._read_at = max(1e-9, now - max(self._read_at, pending.started)), now
         waited, self._waited = self._waited, 0.0
         names = ("loss", "nll", "accuracy", "tokens", "grad_norm", "learning_rate", "skipped")
-        row = {"step": taken.step} | {name: getattr(taken.metrics, name) for name in names}
-        row |= {"step_seconds": seconds, "data_wait": min(1.0, waited / seconds)} | taken.epochs
-        self.last = row | self._goodput.add(row) | self._use(seconds) | self._of_layers(taken)
+        row = {"step": pending.step} | {name: getattr(pending.metrics, name) for name in names}
+        row |= {"step_seconds": seconds, "data_wait": min(1.0, waited / seconds)} | pending.epochs
+        self.last = row | self._goodput.add(row) | self._utilization(seconds) | self._layer_metrics(pending)
         return self.last
 
     def loads(self) -> tuple[dict[str, Any], int]:
-        """Return the mean load of every expert over the last steps, by layer, and the number of these steps."""
+        """Return the mean load of each expert over the last steps, by layer, and the number of these steps."""
         count = len(self._expert_counts)
         return (relative_loads(self._config, np.sum(self._expert_counts, axis=0)) if count else {}), count
 
-    def _use(self, seconds: float) -> MetricsRow:
-        """Return the share of the devices' peak, and their peak memory."""
+    def _utilization(self, seconds: float) -> MetricsRow:
+        """Return the model FLOPs utilization and the peak memory of a device."""
         self._seconds.append(seconds)
         self._peak_flops = max(self._peak_flops, self._step_flops * len(self._seconds) / sum(self._seconds))
         row: MetricsRow = {"mfu": min(1.0, self._step_flops / seconds / self._peak_flops)}
         used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", self.step_bytes)
         return row if used is None else row | {"peak_memory_gb": used / 1e9}
 
-    def _of_layers(self, taken: _PendingStep) -> MetricsRow:
-        """Return figures of single layers and of depths of multi-token prediction, where there are any."""
-        metrics, row = taken.metrics, dict(taken.metrics.objective or {})
+    def _layer_metrics(self, pending: _PendingStep) -> MetricsRow:
+        """Return metrics of layers and of depths of multi-token prediction."""
+        metrics, row = pending.metrics, dict(pending.metrics.objective or {})
         if metrics.mtp_nll is not None:
             row["mtp_nll"] = metrics.mtp_nll
         if metrics.stats is not None and metrics.stats.activations is not None:
@@ -120,13 +139,13 @@ class StepLog:
         if metrics.stats is not None and metrics.stats.max_scores is not None:
             row["max_score"] = metrics.stats.max_scores.max(-1)
         if metrics.stats is not None and metrics.stats.routing is not None:
-            row |= taken.routing
+            row |= pending.routing
             self._expert_counts.append(np.asarray(metrics.stats.routing.counts))
         return row
 
 
-class _DoneTimes:
-    """Thread that notes when arrays are computed, one after the other; one for all, since starting takes longer."""
+class _FinishTimes:
+    """Thread that records when arrays are computed. One thread for all arrays, because starting a thread is slow."""
 
     def __init__(self):
         self._arrays: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -134,24 +153,24 @@ class _DoneTimes:
         self._last: tuple[Any, float] = (None, 0.0)
 
     def watch(self, array: Any) -> None:
-        """Note when `array` is computed."""
+        """Record when `array` is computed."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._note, daemon=True)
+            self._thread = threading.Thread(target=self._record, daemon=True)
             self._thread.start()
         self._arrays.put(array)
 
     def time_of(self, array: Any) -> float | None:
-        """Return when the array that is watched last was computed; None if it is not, yet."""
-        noted, time_of_array = self._last
-        return time_of_array if noted is array else None
+        """Return the time at which the last watched array was computed; None if it is not computed yet."""
+        computed, time_of_array = self._last
+        return time_of_array if computed is array else None
 
     def close(self) -> None:
         """End the thread."""
         self._arrays.put(None)
         self._thread = None
 
-    def _note(self) -> None:
+    def _record(self) -> None:
         while (array := self._arrays.get()) is not None:
-            with contextlib.suppress(Exception):  # of the step; whoever reads its metrics hears of it
+            with contextlib.suppress(Exception):  # an error of the step, which `read` raises
                 array.block_until_ready()
             self._last = (array, time.perf_counter())

@@ -1,4 +1,4 @@
-"""The state of a training run, and the metrics that each of its steps reports."""
+"""State of a training run, and metrics of a step."""
 
 import equinox as eqx
 from jaxtyping import Array, Bool, Float32, Int32, Key, PyTree
@@ -9,18 +9,19 @@ from eqx_decoders.sharding.axes import AnyArray, named_leaves, replaced
 
 
 class TrainState(eqx.Module):
-    """Everything that a run carries from step to step; the rest is configuration.
+    """State of a training run between two steps.
 
     **Arguments:**
 
     - `model`: the decoder.
-    - `optimizer`: the optimizer's state, of the trainable weights only.
-    - `step`: steps taken.
-    - `skipped`: steps that changed nothing: loss or gradient was not finite, or a critic learned alone.
-    - `key`: the run's key; each step uses its own, derived from it.
-    - `ema`: running means of everything that is trained by path, in float32; None without means.
-    - `loss_weights`: the loss's own weights, a tree of modules, which the model's optimizer trains; None without any.
-    - `critic`: the state of a second model that learns from the same batches; None without one.
+    - `optimizer`: state of the optimizer, for the trained weights only.
+    - `step`: number of steps.
+    - `skipped`: number of steps that did not change the weights, because the loss or gradient was not finite or only
+        the critic was trained.
+    - `key`: key of the run. The key of a step is derived from it.
+    - `ema`: moving averages of the trained weights by path, in float32; None without averages.
+    - `loss_weights`: trainable weights of the loss, a tree of modules; None if it has no weights.
+    - `critic`: state of a second model that is trained on the same batches; None without a critic.
     """
 
     model: Decoder
@@ -34,7 +35,7 @@ class TrainState(eqx.Module):
 
     @property
     def averaged(self) -> Decoder:
-        """Return the model with the running means of its weights, in their dtype; without means, the model."""
+        """Return the model with the moving averages of its weights, in their dtype; without averages, the model."""
         weights = named_leaves(self.model)
         means = {name: mean for name, mean in (self.ema or {}).items() if name in weights}
         return replaced(self.model, {name: mean.astype(weights[name].dtype) for name, mean in means.items()})
@@ -45,15 +46,15 @@ class StepMetrics(eqx.Module):
 
     **Arguments:**
 
-    - `loss`, `nll`: per target token, in nats, before the step.
+    - `loss`, `nll`: loss and negative log-likelihood per target token in nats, before the update.
     - `accuracy`: share of targets with the highest logit.
-    - `tokens`: target tokens.
+    - `tokens`: number of target tokens.
     - `grad_norm`: global norm of the gradient, before clipping.
-    - `learning_rate`: of this step.
-    - `skipped`: whether the step changed nothing.
-    - `mtp_nll`: of each depth of multi-token prediction, per target token of its own; None where there is none.
-    - `stats`: of the layers: of their activations if requested, of routing where there are experts; None for neither.
-    - `objective`: figures of the loss, by name; None of the loss of next tokens.
+    - `learning_rate`: learning rate of this step.
+    - `skipped`: whether the loss or gradient was not finite.
+    - `mtp_nll`: negative log-likelihood per target of each depth of multi-token prediction, or None.
+    - `stats`: statistics of the layers, or None: of activations if requested, of routing with experts.
+    - `objective`: metrics of the loss, by name; None for the loss of next tokens.
     """
 
     loss: Float32[Array, ""]

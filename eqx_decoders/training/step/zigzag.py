@@ -1,4 +1,4 @@
-"""Tokens of rows in an order that gives devices which split their length equal work."""
+"""Zigzag order of the tokens of a sequence, which balances the work of context-parallel devices."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -26,18 +26,21 @@ def in_context_order(
     batch: Batch,
     *others: PyTree[Shaped[Array, "batch length ..."] | None],
 ) -> tuple[Any, ...]:
-    """Put a batch, and other arrays of its tokens, in the order of `Execution.context_order`; leave out its signals.
+    """Return a batch without its signals, and other arrays of its tokens, in the order of `Execution.context_order`.
 
-    Positions and targets are computed first. Layers that go by positions, and a sum over targets, do not change.
-    Raises ConfigError for a model with other layers, and for spans, which are computed from the order of tokens.
+    Positions and targets are computed first, so layers that depend only on positions, and sums over targets, do not
+    change. Raises ConfigError for a model with other layers, and for spans and images, which depend on the order.
     """
     if execution.context_order == "plain":
         return dataclasses.replace(batch, signals=None), *others
-    rule = "Execution.context_order='zigzag' needs"
-    ordered = next(_need_order(config, execution), None)
-    check(ordered is None, f"{rule} layers that go by positions alone, but {ordered} goes by the order of tokens.")
-    check(batch.spans is None, f"{rule} batches without spans: these are found from the order of tokens.")
-    check(batch.media is None, f"{rule} batches without images and audio: their features are placed in order.")
+    ordered = next(_order_dependent_layers(config, execution), None)
+    check(
+        ordered is None,
+        f"Execution.context_order='zigzag' needs layers that depend only on positions, but {ordered} depends on the "
+        "order of tokens.",
+    )
+    check(batch.spans is None, "Execution.context_order='zigzag' does not support Batch.spans: set it to None.")
+    check(batch.media is None, "Execution.context_order='zigzag' does not support Batch.media: set it to None.")
     order = row_order(execution, batch.tokens.shape[1])
     if order is None:
         return dataclasses.replace(batch, signals=None), *others
@@ -47,28 +50,30 @@ def in_context_order(
     positions, segments = document_positions(positions, segments, batch.tokens.shape)
 
     def reordered(x: Any) -> Any:
-        return None if x is None else in_rows(x[:, order], execution.layout)
+        return None if x is None else constrain_rows(x[:, order], execution.layout)
 
     batch = Batch(tokens=reordered(tokens), segment_ids=reordered(segments), positions=reordered(positions))
     return batch, *jax.tree.map(reordered, others)
 
 
-def in_rows(x: Shaped[Array, "batch length *rest"], layout: Layout) -> Shaped[Array, "batch length *rest"]:
-    """Tell XLA how to split numbers of tokens, of which each may have several."""
+def constrain_rows(x: Shaped[Array, "batch length *rest"], layout: Layout) -> Shaped[Array, "batch length *rest"]:
+    """Constrain the sharding of values of tokens. Trailing axes are not split."""
     if x.ndim == 2:
         return layout.constrain(x, "batch length")
-    flat = x.reshape(*x.shape[:2], -1)  # so that no axis of the table splits these
-    return jax.vmap(lambda one: layout.constrain(one, "batch length"), in_axes=2, out_axes=2)(flat).reshape(x.shape)
+    flat = x.reshape(*x.shape[:2], -1)  # trailing axes have no name
+    return jax.vmap(lambda values: layout.constrain(values, "batch length"), in_axes=2, out_axes=2)(flat).reshape(
+        x.shape
+    )
 
 
 def row_order(execution: Execution, length: int) -> np.ndarray | None:
-    """Return the index of the token at each place of a row, by `Execution.context_order`; None: in their order."""
+    """Return the index of the token at each position of a row; None: the order is unchanged."""
     parts = 1 if execution.context_order == "plain" else context_parts(execution.layout)
     return None if parts == 1 else zigzag(length, parts)
 
 
-def _need_order(config: DecoderConfig, execution: Execution) -> Iterator[str]:
-    """Yield the layers whose output would change with the order of tokens, whatever their positions."""
+def _order_dependent_layers(config: DecoderConfig, execution: Execution) -> Iterator[str]:
+    """Yield the layers whose output depends on the order of tokens, even if their positions are given."""
     blocks = {f"DecoderConfig.blocks[{index}]": block for index, block in enumerate(config.blocks)}
     if config.mtp is not None:
         blocks["DecoderConfig.mtp.block"] = config.mtp.block

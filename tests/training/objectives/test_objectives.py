@@ -210,7 +210,7 @@ def test_on_policy_the_ratio_is_one():
     batch = dataclasses.replace(batch, signals=signals)
     loss = PolicyObjective(policy=CORRECTED)
     _, metrics = jax.jit(lambda model: loss(model, batch, key=None, full_batch=batch))(model)
-    figures = loss.figures(metrics.sums)
+    figures = loss.metrics(metrics.sums)
     for name, value in dict(ratio=1, importance=1, log_prob_gap=0, clip=0, k1=0, k3=0).items():
         assert float(figures[name]) == value, name
 

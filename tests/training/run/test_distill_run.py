@@ -71,7 +71,7 @@ def train(folder, name, *more, code=0, devices=1, **changes):
     return call("train", *words, *more, code=code, devices=devices)
 
 
-def figures(folder, name):
+def metrics(folder, name):
     return [[row[each] for each in ("loss", "nll", "grad_norm", "divergence")] for row in steps_of(folder / name)]
 
 

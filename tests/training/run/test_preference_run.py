@@ -57,7 +57,7 @@ def train(folder, name, *more, code=0, devices=1, **changes):
 NAMES = ("loss", "nll", "grad_norm", "reward_margin", "chosen_reward")
 
 
-def figures(folder, name):
+def metrics(folder, name):
     return [[row[each] for each in NAMES if each in row] for row in steps_of(folder / name)]
 
 

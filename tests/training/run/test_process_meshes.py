@@ -48,7 +48,7 @@ def words_of(folder, options):
     return list(map(str, flags(settings(folder) | options)))
 
 
-def figures(run):
+def metrics(run):
     """Losses and gradient norms, step by step, and held-out losses."""
     rows = steps_of(run)
     held_out = [row["eval_loss"] for row in read_metrics(run / "metrics.jsonl") if "eval_loss" in row]

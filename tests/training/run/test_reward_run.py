@@ -189,7 +189,7 @@ def train(folder, name, *more, code=0, devices=1, **changes):
     return call("train", *words, *more, code=code, devices=devices)
 
 
-def figures(folder, name):
+def metrics(folder, name):
     names = ("loss", "grad_norm", "reward_margin", "reward_accuracy", "chosen_reward")
     return [[row[each] for each in names] for row in steps_of(folder / name)]
 
