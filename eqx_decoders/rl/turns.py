@@ -7,9 +7,10 @@ from typing import Any, Literal, NamedTuple
 
 from eqx_decoders.data.prompt_batches import encode_beginning, encode_rendered
 from eqx_decoders.errors import ConversionError
+from eqx_decoders.io.text.answers.formats import ToolFormat
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
-from eqx_decoders.io.text.tool_calls import ToolFormat, parse_tool_calls, tool_format
+from eqx_decoders.io.text.tool_calls import parse_tool_calls, tool_format
 from eqx_decoders.rl.completions import completion_text
 from eqx_decoders.serving.rollouts import Rollout
 

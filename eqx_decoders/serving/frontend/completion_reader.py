@@ -94,7 +94,7 @@ class CompletionReader:
 
     def separates_parts(self, token: int) -> bool:
         """Return whether the last token belongs to no part: it is a marker, or a blank between parts."""
-        return self._special_names.get(token) in self._format.placeholders or self._parser.skips_blanks
+        return self._special_names.get(token) in self._format.placeholders or self._parser.skips_whitespace
 
     def may_stop(self, token: int) -> bool:
         """Return whether a stop token ends the completion. It does not within the reasoning or its start marker."""
@@ -121,7 +121,7 @@ class CompletionReader:
         return self._parts(self._parser.push(text), search=search)
 
     def flush(self, *, search: bool = True) -> CompletionParts:
-        """Finish the completion and return the remaining parts. After a stop string, only blanks can remain."""
+        """Finish the completion and return the remaining parts. After a stop string, only whitespace can remain."""
         if self.stops.found is not None:
             return CompletionParts(self._spaced("", final=True))
         parts = self._parts([*self._parser.push(self._detokenizer.flush()), *self._parser.flush()], search=search)
@@ -164,7 +164,7 @@ class CompletionReader:
         return self._format.restore(text) if self._special else self._format.remove_placeholders(text)
 
     def _spaced(self, text: str, *, final: bool = False) -> str:
-        """Return content without the blanks around tool calls. `final`: the content is complete."""
+        """Return content without the whitespace around tool calls. `final`: the content is complete."""
         if self._spacing is None:
             return text
         return self._spacing.push(text) + (self._spacing.flush() if final else "")

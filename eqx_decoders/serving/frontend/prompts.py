@@ -15,10 +15,10 @@ from eqx_decoders.errors import ConversionError
 from eqx_decoders.inference.text_model import TextModel
 from eqx_decoders.io.processors.processor import Processor
 from eqx_decoders.io.processors.prompts import check_parts
+from eqx_decoders.io.text.answers.formats import ToolFormat
 from eqx_decoders.io.text.answers.parser import PROMPT_END
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered, check_messages, object_arguments
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, decode, prompt_ids
-from eqx_decoders.io.text.tool_calls import ToolFormat
 from eqx_decoders.media_files.base import ProcessedFile
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.serving.frontend.api_errors import ApiError, refuse
@@ -33,11 +33,11 @@ MAX_URL_HEAD = 1000  # characters of a data: URL before its content
 SHRINKS = 4  # characters that a normalizer may merge into one
 TYPICAL_CHARACTERS = 8  # per token: texts up to this length are encoded without a check of their start
 PIECE = 1 << 14  # characters that are encoded at once, to check the length of a text
-AROUND = 256  # characters around blanks that decide if a tokenizer drops them: longer than any special token
+AROUND = 256  # characters around whitespace that decide if a tokenizer drops them: longer than any special token
 MAX_ENTRIES, MAX_ENTRIES_PER_TOKEN = 20_000, 8  # of lists and objects in a conversation; the limits are added
 MAX_BLANK_TOKENS = 8  # that a chat template may write after the last message of a scored conversation
 
-_blanks = re.compile(r"\s+")
+_whitespace = re.compile(r"\s+")
 _removable = re.compile(r"\s+|/(?:no_?)?think\b")
 
 Result = TypeVar("Result")
@@ -212,15 +212,15 @@ class PromptPreparer:
     async def scored_chat(self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> PreparedPrompt:
         """Render and encode a conversation up to the token at which a reward model reads the score, as in training.
 
-        This is the last token of the last message: blanks that the template writes after it are removed.
+        This is the last token of the last message: whitespace that the template writes after it are removed.
         """
         prompt = await self.chat(messages, variables, add_generation_prompt=False)
         stop_ids = self.frontend.stop_ids
         end = max((position for position, token in enumerate(prompt.ids, 1) if token in stop_ids), default=None)
         if end is None or len(prompt.ids) - end > MAX_BLANK_TOKENS:
             return prompt
-        is_blank = not decode(self.frontend.tokenizer, prompt.ids[end:]).strip()
-        return PreparedPrompt(prompt.ids[:end]) if is_blank else prompt
+        is_whitespace = not decode(self.frontend.tokenizer, prompt.ids[end:]).strip()
+        return PreparedPrompt(prompt.ids[:end]) if is_whitespace else prompt
 
     def close(self) -> None:
         """End the threads and processes."""
@@ -316,8 +316,8 @@ def is_too_long(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
     The text is encoded piece by piece, until the pieces have twice as many tokens. Cutting a text can add tokens: two
     at each cut. So two tokens of each piece are not counted. The count is then at most twice the number of tokens of
     the text, whatever the normalizer, the longest token or the merges of the tokenizer are, because they act within
-    words. Some tokenizers drop blanks depending on the text around them, so a piece that starts or ends with blanks is
-    encoded with this text.
+    words. Some tokenizers drop whitespace depending on the text around it, so a piece that starts or ends with
+    whitespace is encoded with this text.
     """
 
     def size(text: str) -> int:
@@ -325,11 +325,11 @@ def is_too_long(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
             return len(tokenizer.encode(text, special=True))
         return len(tokenizer.encode(text))
 
-    count = start = stop = 0  # start of the blanks before a piece, and end of the blanks after it
+    count = start = stop = 0  # start of the whitespace before a piece, and end of the whitespace after it
     for begin in range(0, len(text), PIECE):
         piece, end = text[begin : begin + PIECE], min(begin + PIECE, len(text))
         if stop < end:
-            stop = _after_blanks(text, end)
+            stop = _after_whitespace(text, end)
         left = text[max(0, start - AROUND) : start] if piece[0].isspace() else ""
         right = text[stop : stop + AROUND] if piece[-1].isspace() else ""
         count += max(0, size(left + piece + right) - size(left) - size(right) - 2)
@@ -340,8 +340,8 @@ def is_too_long(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
     return False
 
 
-def _after_blanks(text: str, begin: int) -> int:
-    while (match := _blanks.match(text, begin, begin + PIECE)) is not None:
+def _after_whitespace(text: str, begin: int) -> int:
+    while (match := _whitespace.match(text, begin, begin + PIECE)) is not None:
         begin = match.end()
     return begin
 

@@ -4,7 +4,7 @@ import dataclasses
 
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.errors import CheckedFields, ConfigError, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from eqx_decoders.io.text.tool_calls import ToolFormat
+from eqx_decoders.io.text.answers.formats import ToolFormat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Moments of an optimizer in 8 bits, with one float32 number for each row of a weight (after Dettmers et al. 2021)."""
+"""Optimizer moments in 8 bits, with one float32 scale for each row of a weight (after Dettmers et al. 2021)."""
 
 from typing import Any, NamedTuple
 
@@ -8,9 +8,15 @@ from jaxtyping import Array, Float32, Int32, PRNGKeyArray, Shaped
 
 
 class EightBits(NamedTuple):
-    """Codes of a moment in 8 bits: `x = sign(c) largest (c / C)^2`, C being 127, or 255 where nothing is negative.
+    """Moment in 8 bits: `x = sign(c) largest (c / C)^2`, where C is 127, or 255 for moments without negative values.
 
-    Squares reach further down than equal steps do: to 1/16129 of the largest of a row, or 1/65025.
+    Squared codes represent smaller values than a linear scale: down to 1/16129, or 1/65025, of the largest value of a
+    row.
+
+    **Arguments:**
+
+    - `codes`: the codes `c`; int8, or uint8 for moments without negative values.
+    - `largest`: the largest absolute value of each row.
     """
 
     codes: Shaped[Array, "*shape"]
@@ -18,35 +24,35 @@ class EightBits(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """The state of an optimizer that rounds at random, and the number of its steps, from which it draws."""
+    """State of an optimizer with stochastic rounding, and the number of its steps, which is the seed."""
 
     steps: Int32[Array, ""]
     state: Any
 
 
 def to_eight_bits(x: Float32[Array, "*shape"], key: PRNGKeyArray, *, positive: bool) -> EightBits:
-    """Round each number of a moment up or down by chance, so that its mean is exact.
+    """Convert a moment to 8 bits with stochastic rounding, so that its expected value is exact.
 
-    Rounded to the nearest, a moment would stay where it is: what a step adds is less than half of what lies between two
-    codes. `positive` is for a second moment: its root is stored, and no number above 0 becomes 0, by which the first
-    moment would be divided.
+    With rounding to nearest, a moment would not change, because the increment of a step is smaller than half of the
+    distance between two codes. `positive`: the moment is a second moment. Its root is stored, and values above 0 do not
+    become 0, because the first moment is divided by them.
     """
     levels = 255 if positive else 127
-    size = jnp.sqrt(x) if positive else jnp.abs(x)
-    largest = jnp.max(size, axis=-1, keepdims=True, initial=0.0)
-    share = size / jnp.where(largest == 0, 1.0, largest)
+    magnitude = jnp.sqrt(x) if positive else jnp.abs(x)
+    largest = jnp.max(magnitude, axis=-1, keepdims=True, initial=0.0)
+    share = magnitude / jnp.where(largest == 0, 1.0, largest)
     below = jnp.clip(jnp.floor(jnp.sqrt(share) * levels), 0, levels - 1)
     low, high = (below / levels) ** 2, ((below + 1) / levels) ** 2
     draw = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.float32) / 2**16
     codes = below + ((share - low) / (high - low) > draw).astype(jnp.float32)
     if positive:
-        codes = jnp.where(size > 0, jnp.maximum(codes, 1.0), 0.0)
+        codes = jnp.where(magnitude > 0, jnp.maximum(codes, 1.0), 0.0)
         return EightBits(codes.astype(jnp.uint8), largest)
     return EightBits((jnp.sign(x) * codes).astype(jnp.int8), largest)
 
 
 def from_eight_bits(moment: EightBits) -> Float32[Array, "*shape"]:
-    """Return the moment in float32."""
+    """Convert a moment to float32."""
     codes, positive = moment.codes.astype(jnp.float32), moment.codes.dtype == jnp.uint8
     size = moment.largest * jnp.square(codes / (255 if positive else 127))
     return jnp.square(size) if positive else jnp.sign(codes) * size

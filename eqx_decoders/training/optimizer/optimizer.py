@@ -1,4 +1,4 @@
-"""Optimizers and schedules from optax, and the weights that they move, chosen by patterns on the weights' paths."""
+"""Optimizers and learning rate schedules of optax, for weights that are selected by patterns of their paths."""
 
 import dataclasses
 import fnmatch
@@ -18,7 +18,7 @@ from eqx_decoders.training.optimizer.int8_moments import Counted, from_eight_bit
 
 Schedule = Callable[[Any], Any]
 
-# Settings that not all optimizers or schedules read, and which of them do.
+# The optimizers and schedules that read a setting, for settings that not all of them read.
 _READERS = {
     "beta1": ("adamw", "lion", "muon"),
     "beta2": ("adamw", "lion", "muon"),
@@ -96,43 +96,46 @@ class OptimizerConfig(CheckedFields):
     def __post_init__(self):
         super().__post_init__()
         for pattern, factor in self.lr_multipliers:
-            rule = f"OptimizerConfig.lr_multipliers={self.lr_multipliers!r}: the factor of {pattern!r} must be a number"
-            good = isinstance(factor, int | float) and 0 < factor < math.inf
-            check(good, f"{rule} above 0. Weights that are not to be trained are left out of trainable.")
+            check(
+                isinstance(factor, int | float) and 0 < factor < math.inf,
+                f"OptimizerConfig.lr_multipliers={self.lr_multipliers!r}: the factor of {pattern!r} must be a positive "
+                "number. To exclude weights from training, use OptimizerConfig.trainable.",
+            )
         for field in dataclasses.fields(self):
             value, readers = getattr(self, field.name), _READERS.get(field.name, (self.name,))
             check(
                 value == field.default or self.name in readers or self.schedule in readers,
-                f"OptimizerConfig.{field.name}={value} is read by {' and '.join(readers)} only, not with "
-                f"name={self.name!r} and schedule={self.schedule!r}. Leave it out, or choose one that reads it.",
+                f"OptimizerConfig.{field.name}={value} has an effect only with {' or '.join(readers)}, not "
+                f"with name={self.name!r} and schedule={self.schedule!r}. Remove it, or change name or schedule.",
             )
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
-    """Make the learning rate of `steps` steps: a linear warm-up, then the named course down to `min_lr_ratio`."""
+    """Return the learning rate schedule of `steps` steps: a linear warm-up, then `OptimizerConfig.schedule`."""
     peak, final = config.learning_rate, config.learning_rate * config.min_lr_ratio
     warmup = min(1000, steps // 10) if config.warmup_steps is None else config.warmup_steps
     check(
         warmup < steps or config.schedule == "constant",
-        f"OptimizerConfig.warmup_steps={warmup} must be below the run's {steps} steps.",
+        f"OptimizerConfig.warmup_steps={warmup} must be less than the {steps} steps of the run.",
     )
     if config.schedule == "cosine":
-        course = optax.cosine_decay_schedule(peak, steps - warmup, alpha=config.min_lr_ratio)
+        decay = optax.cosine_decay_schedule(peak, steps - warmup, alpha=config.min_lr_ratio)
     elif config.schedule == "linear":
-        course = optax.linear_schedule(peak, final, steps - warmup)
+        decay = optax.linear_schedule(peak, final, steps - warmup)
     elif config.schedule == "wsd":
-        falling = max(1, min(round(steps * config.decay_fraction), steps - warmup))
-        course = optax.linear_schedule(peak, final, falling, transition_begin=steps - warmup - falling)
+        decay_steps = max(1, min(round(steps * config.decay_fraction), steps - warmup))
+        decay = optax.linear_schedule(peak, final, decay_steps, transition_begin=steps - warmup - decay_steps)
     else:
-        course = optax.constant_schedule(peak)
+        decay = optax.constant_schedule(peak)
     if warmup > 0:
-        rising = optax.linear_schedule(peak / warmup, peak, warmup - 1)  # not from 0: the first step would be lost
-        course = optax.join_schedules([rising, course], [warmup])
-    return _promoting(course)
+        # not from 0: the first step would change nothing
+        increase = optax.linear_schedule(peak / warmup, peak, warmup - 1)
+        decay = optax.join_schedules([increase, decay], [warmup])
+    return _with_promotion(decay)
 
 
-def _promoting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Allow a function of optax to join Python floats and integer counts, which strict promotion refuses."""
+def _with_promotion(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Allow type promotion in a function of optax, which combines Python floats and integer counts."""
 
     def call(*args):
         with jax.numpy_dtype_promotion("standard"):
@@ -141,59 +144,68 @@ def _promoting(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def make_optimizer(config: OptimizerConfig, words: Mapping[str, Axes], steps: int) -> optax.GradientTransformation:
-    """Make the optimizer of a flat dictionary of weights by path, with the axes `words`. It does not clip.
+def make_optimizer(
+    config: OptimizerConfig, weight_axes: Mapping[str, Axes], steps: int
+) -> optax.GradientTransformation:
+    """Return an optimizer of a dictionary of weights by path. It does not clip gradients.
 
-    It computes in float32, whatever the dtypes of weights and moments are, and its updates are in float32.
+    The optimizer computes in float32 and returns float32 updates, independently of the dtypes of weights and moments.
+
+    **Arguments:**
+
+    - `config`: the settings.
+    - `weight_axes`: axis names of each weight, by path.
+    - `steps`: number of steps of the run, for the schedule.
     """
-    optimizer, factors = _transformation(config, words, steps), _factors(config, words)
+    optimizer, factors = _transformation(config, weight_axes, steps), _lr_factors(config, weight_axes)
 
-    def moments(state, dtype):
-        """Cast the leaves of the state that belong to a weight; others are counters and constants."""
+    def cast_moments(state, dtype):
+        """Cast the leaves of the state that belong to a weight, but not counters and constants."""
 
         def cast(path, leaf):
-            return leaf.astype(dtype) if path_name(path).endswith(owners) and leaf.dtype in halves else leaf
+            return leaf.astype(dtype) if path_name(path).endswith(owners) and leaf.dtype in moment_dtypes else leaf
 
-        halves = (jnp.float32, jnp.bfloat16)
+        moment_dtypes = (jnp.float32, jnp.bfloat16)
         return jax.tree_util.tree_map_with_path(cast, state)
 
-    owners = tuple(f".{name}" for name in words)
+    owners = tuple(f".{name}" for name in weight_axes)
     if config.moments_dtype == "int8":
-        return _in_eight_bits(optimizer, owners, factors)
+        return _with_int8_moments(optimizer, owners, factors)
 
     def init(weights):
-        return moments(optimizer.init(weights), config.moments_dtype)
+        return cast_moments(optimizer.init(weights), config.moments_dtype)
 
     def update(gradients, state, weights):
         updates: Any
         weights = jax.tree.map(widened, weights)
-        updates, state = optimizer.update(gradients, moments(state, jnp.float32), weights)
-        return {name: update * factors[name] for name, update in updates.items()}, moments(state, config.moments_dtype)
+        updates, state = optimizer.update(gradients, cast_moments(state, jnp.float32), weights)
+        scaled = {name: update * factors[name] for name, update in updates.items()}
+        return scaled, cast_moments(state, config.moments_dtype)
 
-    return optax.GradientTransformation(_promoting(init), _promoting(update))
+    return optax.GradientTransformation(_with_promotion(init), _with_promotion(update))
 
 
-def _in_eight_bits(
+def _with_int8_moments(
     optimizer: optax.GradientTransformation, owners: tuple[str, ...], factors: Mapping[str, float]
 ) -> optax.GradientTransformation:
-    """Wrap the optimizer so that its moments are in 8 bits between steps."""
+    """Wrap an optimizer so that its moments are stored in 8 bits between steps."""
 
-    def packed(state, steps):
+    def to_int8(state, steps):
         key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), steps)
         names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
         keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
 
-        def one(path, leaf):
+        def convert(path, leaf):
             name = path_name(path)
             if not name.endswith(owners) or leaf.dtype != jnp.float32:
                 return leaf
             return to_eight_bits(leaf, keys[name], positive=any(f".nu{owner}" in f".{name}" for owner in owners))
 
-        return jax.tree_util.tree_map_with_path(one, state)
+        return jax.tree_util.tree_map_with_path(convert, state)
 
     def init(weights):
         weights = jax.tree.map(widened, weights)
-        return Counted(jnp.int32(0), packed(optimizer.init(weights), jnp.int32(0)))
+        return Counted(jnp.int32(0), to_int8(optimizer.init(weights), jnp.int32(0)))
 
     def update(gradients, state, weights):
         updates: Any
@@ -203,27 +215,29 @@ def _in_eight_bits(
         )
         updates, new = optimizer.update(gradients, moments, weights)
         steps = state.steps + 1
-        return {name: update * factors[name] for name, update in updates.items()}, Counted(steps, packed(new, steps))
+        return {name: update * factors[name] for name, update in updates.items()}, Counted(steps, to_int8(new, steps))
 
-    return optax.GradientTransformation(_promoting(init), _promoting(update))
+    return optax.GradientTransformation(_with_promotion(init), _with_promotion(update))
 
 
 def widened(x: Any) -> Any:
-    """Return the array in float32, or in its dtype if that is wider."""
+    """Cast an array to float32, unless its dtype is wider."""
     return x.astype(np.promote_types(x.dtype, np.float32))
 
 
-def _factors(config: OptimizerConfig, words: Mapping[str, Axes]) -> dict[str, float]:
-    """Return the factor of the learning rate of each weight."""
-    factors = dict.fromkeys(words, 1.0)
+def _lr_factors(config: OptimizerConfig, weight_axes: Mapping[str, Axes]) -> dict[str, float]:
+    """Return the learning rate factor of each weight."""
+    factors = dict.fromkeys(weight_axes, 1.0)
     for pattern, factor in reversed(config.lr_multipliers):
-        factors |= dict.fromkeys(matching(words, (pattern,), "OptimizerConfig.lr_multipliers"), factor)
+        factors |= dict.fromkeys(matching(weight_axes, (pattern,), "OptimizerConfig.lr_multipliers"), factor)
     return factors
 
 
-def _transformation(config: OptimizerConfig, words: Mapping[str, Axes], steps: int) -> optax.GradientTransformation:
+def _transformation(
+    config: OptimizerConfig, weight_axes: Mapping[str, Axes], steps: int
+) -> optax.GradientTransformation:
     rate = make_schedule(config, steps)
-    decayed = {name: not any(fnmatch.fnmatchcase(name, pattern) for pattern in config.no_decay) for name in words}
+    decayed = {name: not any(fnmatch.fnmatchcase(name, pattern) for pattern in config.no_decay) for name in weight_axes}
 
     def mask(weights):
         return {name: decayed[name] for name in weights}
@@ -232,12 +246,12 @@ def _transformation(config: OptimizerConfig, words: Mapping[str, Axes], steps: i
         return optax.adamw(rate, config.beta1, config.beta2, config.eps, weight_decay=config.weight_decay, mask=mask)
     if config.name == "lion":
         return optax.lion(rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=mask)
-    if config.name == "adafactor":  # optax's own decay is not multiplied by the learning rate
+    if config.name == "adafactor":  # optax does not multiply its decay by the learning rate
         scaled = optax.chain(optax.adafactor(None, multiply_by_parameter_scale=False), optax.scale(-1.0))
         return optax.chain(
             scaled, optax.add_decayed_weights(config.weight_decay, mask), optax.scale_by_learning_rate(rate)
         )
-    dimensions = {name: muon_dimensions(axes) for name, axes in words.items()}
+    dimensions = {name: muon_dimensions(axes) for name, axes in weight_axes.items()}
 
     def matrices(weights: Any) -> Any:
         return {name: dimensions[name] for name in weights}
@@ -248,24 +262,24 @@ def _transformation(config: OptimizerConfig, words: Mapping[str, Axes], steps: i
         adam_b1=config.beta1,
         adam_b2=config.beta2,
         adam_learning_rate=rate,
-        # so that a matrix moves as far as under AdamW, and one learning rate serves both (Liu et al. 2025)
+        # updates have the size of AdamW's, so that one learning rate is suitable for both (Liu et al. 2025)
         consistent_rms=0.2,
         muon_weight_dimension_numbers=matrices,
     )
-    # optax's muon masks the decay of its matrices only, not that of the weights it leaves to AdamW
-    falling: Any = lambda count: -config.weight_decay * rate(count)  # noqa: E731
-    decay = optax.add_decayed_weights(falling, mask)
-    return optax.chain(muon, decay)
+    # optax's muon applies the mask only to its matrices, not to the weights that AdamW updates
+    negative_decay: Any = lambda count: -config.weight_decay * rate(count)  # noqa: E731
+    weight_decay = optax.add_decayed_weights(negative_decay, mask)
+    return optax.chain(muon, weight_decay)
 
 
-def muon_dimensions(words: Axes) -> optax.contrib.MuonDimensionNumbers | None:
-    """Return which axes of a weight are the rows and the columns of its matrix; all others number the matrices.
+def muon_dimensions(axes: Axes) -> optax.contrib.MuonDimensionNumbers | None:
+    """Return the axes of a weight that are the inputs and the outputs of a matrix. Other axes number the matrices.
 
-    `layers embed heads head_dim` is, for each layer, a matrix from `embed` to `heads x head_dim`. Tables, output heads,
-    norms and biases are none.
+    For example, `layers embed heads head_dim` is a matrix from `embed` to `heads x head_dim` for each layer. Returns
+    None for embedding tables, output heads, norms and biases, which are not updated as matrices.
     """
-    split = product_axes(words)
+    split = product_axes(axes)
     if split is None:
         return None
-    inside, outside = ([words.index(word) for word in side if word != "inputs"] for side in split)
-    return optax.contrib.MuonDimensionNumbers(tuple(inside), tuple(outside))
+    inputs, outputs = ([axes.index(axis) for axis in side if axis != "inputs"] for side in split)
+    return optax.contrib.MuonDimensionNumbers(tuple(inputs), tuple(outputs))

@@ -1,4 +1,4 @@
-"""Training states that go on with another optimizer, or with other trainable weights."""
+"""Conversion of a training state to another optimizer or other trainable weights."""
 
 import dataclasses
 import itertools
@@ -16,12 +16,12 @@ from eqx_decoders.training.step.train_state import TrainState
 
 
 def adopt(trainer: Trainer, state: TrainState, saver: Trainer) -> TrainState:
-    """Make a state that `saver` trained one of `trainer`: weights, steps and key stay as they are.
+    """Convert a state of the trainer `saver` to a state of `trainer`. Weights, number of steps and key do not change.
 
-    The optimizer's state stays where it is of the same optimizer, and of no fewer weights. Otherwise all of it is new
-    but the position in the schedule: one count corrects the young moments of all weights (Adam's are too small at
-    first), so those of some can't begin later than those of others. Running means are those of the weights that are
-    trained, and begin at the weights where there are none.
+    The optimizer state is kept if the optimizer is the same and no other weights are trained. Otherwise it is
+    initialized, except for the position in the schedule. It cannot be kept for some weights, because one step count
+    corrects the bias of the moments of all weights. Moving averages are kept for trained weights, and initialized to
+    the weights where there are none.
     """
     if not is_same(trainer, saver):
         optimizer = trainer.abstract(state.model, key=state.key).optimizer
@@ -35,31 +35,33 @@ def adopt(trainer: Trainer, state: TrainState, saver: Trainer) -> TrainState:
 
 
 def is_same(trainer: Trainer, saver: Trainer) -> bool:
-    """Return whether the optimizer's states of both trainers have the same arrays."""
+    """Return whether the optimizer states of two trainers have the same arrays."""
     return (trainer.name, trainer.trainable) == (saver.name, saver.trainable)
 
 
 def keeps_optimizer(trainer: Trainer, saver: Trainer) -> bool:
-    """Return whether `trainer` can go on with the optimizer's state of `saver`."""
+    """Return whether `trainer` can use the optimizer state of `saver`."""
     return trainer.name == saver.name and trainer.trainable <= saver.trainable
 
 
 def describe_adoption(trainer: Trainer, saver: Trainer) -> str:
-    """Describe in a line which part of the state is new."""
-    keeps, were, are = keeps_optimizer(trainer, saver), len(saver.trainable), len(trainer.trainable)
-    what = f"{'kept' if keeps else 'new'}, of {trainer.name} for {are} arrays of weights, after {saver.name} for {were}"
-    return f"optimizer's state: {what}; weights, data and the place in the schedule go on"
+    """Describe, in a line, the conversion of the optimizer state of `saver`."""
+    keeps, before, after = keeps_optimizer(trainer, saver), len(saver.trainable), len(trainer.trainable)
+    return (
+        f"optimizer state: {'kept' if keeps else 'initialized'} ({trainer.name} for {after} arrays of weights, before: "
+        f"{saver.name} for {before}); weights, data and the position in the schedule are kept"
+    )
 
 
 def trained_weights(arrays: Iterable[str], model: Decoder) -> frozenset[str]:
-    """Return the paths of the weights of which a checkpoint with these `arrays` has an optimizer's state.
+    """Return the paths of the weights whose optimizer state is in a checkpoint.
 
-    arrays: the paths of all that it has.
+    `arrays`: the paths of all arrays of the checkpoint.
     """
     weights, trained = named_leaves(model).keys(), set()
     for name in arrays:
         first, *parts = name.split(".")
-        if first == "optimizer":  # a weight's path is a part of it, and may have that of another in itself
+        if first == "optimizer":  # the longest part that is the path of a weight
             spans = itertools.combinations(range(len(parts) + 1), 2)
             paths = [".".join(parts[i:j]) for i, j in sorted(spans, key=lambda span: span[0] - span[1])]
             trained.update(itertools.islice((path for path in paths if path in weights), 1))
@@ -67,25 +69,25 @@ def trained_weights(arrays: Iterable[str], model: Decoder) -> frozenset[str]:
 
 
 def ema_weights(arrays: Mapping[str, Any]) -> list[str]:
-    """Return the paths of the weights whose running means a checkpoint has, from the paths of all its arrays."""
+    """Return the paths of the weights whose moving averages are in a checkpoint, from the paths of its arrays."""
     return [name.removeprefix("ema.") for name in arrays if name.startswith("ema.")]
 
 
 def _at_step(state: TrainState, optimizer: PyTree) -> PyTree:
-    """Set the schedules of a new optimizer's state to the step of `state`.
+    """Return an initial optimizer state whose schedules are at the step of `state`.
 
-    A count beside moments counts their steps; one alone is that of a schedule.
+    A state that contains only a count belongs to a schedule; a count next to moments counts their updates.
     """
-    taken = int(state.step) - int(state.skipped)
+    steps = int(state.step) - int(state.skipped)
 
     def is_schedule(part: Any) -> bool:
         return getattr(part, "_fields", None) == ("count",)
 
-    def moved(part: Any) -> Any:
+    def at_step(part: Any) -> Any:
         if not is_schedule(part):
             return part
-        # a number of its own for each, whose memory JAX may share: a donated step must not be handed one buffer twice
-        count = jax.make_array_from_callback((), state.step.sharding, lambda _: np.asarray(taken, np.int32))
+        # a new array for each schedule: a buffer cannot be donated twice
+        count = jax.make_array_from_callback((), state.step.sharding, lambda _: np.asarray(steps, np.int32))
         return part._replace(count=count)
 
-    return jax.tree.map(moved, optimizer, is_leaf=is_schedule)
+    return jax.tree.map(at_step, optimizer, is_leaf=is_schedule)

@@ -1,4 +1,4 @@
-"""Shardings of everything that belongs to a trainable weight: gradient, optimizer's state, running mean."""
+"""Shardings of the gradients, optimizer states and moving averages of the trained weights."""
 
 import dataclasses
 import functools
@@ -19,14 +19,15 @@ from eqx_decoders.training.step.loss_weights import LOSS_WEIGHTS, loss_axes
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """Shardings of states and means: with their weight, split over its copies (ZeRO-1), or in the host's memory.
+    """Shardings of optimizer states and moving averages: those of the weights, or split over replicas (ZeRO-1), or in
+    host memory.
 
     **Arguments:**
 
-    - `model`: the weights, arrays or shapes, and their layout.
-    - `trainable`: the paths of those that are trained.
-    - `over_data`: whether states and means are split over `data`, too.
-    - `loss_weights`: the loss's own weights, all of which are trained.
+    - `model`: the model, of arrays or shapes, with its layout.
+    - `trainable`: paths of the trained weights.
+    - `over_data`: whether states and averages are also split over the axis `data`.
+    - `loss_weights`: weights of the loss, all of which are trained.
     """
 
     model: Decoder
@@ -36,7 +37,7 @@ class StateLayout:
 
     @functools.cached_property
     def weights(self) -> dict[str, Any]:
-        """Return the weights that are trained by path."""
+        """Trained weights, by path."""
         return self._trained(lambda tree: tree)
 
     @property
@@ -44,26 +45,26 @@ class StateLayout:
         return self.model.execution.layout
 
     @property
-    def _in_parts(self) -> bool:
+    def _is_split(self) -> bool:
         return self.over_data and not self._layout.single
 
     def _trained(self, function: Callable[[PyTree], PyTree]) -> dict[str, Any]:
-        """Apply a function to the trees of the model and of the loss; return the results of what is trained by path."""
+        """Apply a function to the model and to the weights of the loss; return the results for trained weights."""
         leaves = {name: leaf for name, leaf in named_leaves(function(self.model)).items() if name in self.trainable}
         others = named_leaves(function(self.loss_weights))
         return leaves | {LOSS_WEIGHTS + name: leaf for name, leaf in others.items()}
 
     def shardings(self) -> dict[str, Sharding]:
-        """Return the shardings of the state and the mean of each weight."""
+        """Return the sharding of the optimizer state and moving average of each weight, by path."""
         if not self.over_data and self._layout.offload == Offload():
             return {name: leaf.sharding for name, leaf in self.weights.items()}
         return self._trained(functools.partial(self._layout.state_shardings, over_data=self.over_data))
 
     def place(self, path: tuple[Any, ...], leaf: Any, shardings: Mapping[str, Any]) -> Any:
-        """Return the sharding of a leaf of the optimizer's state, or of a dictionary of weights.
+        """Return the sharding of a leaf of the optimizer state or of a dictionary of weights.
 
-        A leaf of the shape of its weight is sharded like it in `shardings`; one with a number for each row, like its
-        rows. None for a leaf that belongs to no weight.
+        A leaf with the shape of its weight has the sharding of the weight in `shardings`; a leaf with one number per
+        row has that of the rows. Returns None for a leaf that does not belong to a weight.
         """
         *_, last = path
         part = last.name if isinstance(last, jax.tree_util.GetAttrKey) else None
@@ -80,34 +81,34 @@ class StateLayout:
             return sharding
         return sharding.update(spec=PartitionSpec(*sharding.spec[:-1], None))
 
-    def in_parts(self, tree: PyTree) -> PyTree:
-        """Tell XLA to split gradients or weights as their states are, if those are split over `data`."""
-        if not self._in_parts:
+    def split_over_data(self, tree: PyTree) -> PyTree:
+        """Constrain gradients or weights to the sharding of their states, if these are split over `data`."""
+        if not self._is_split:
             return tree
         shardings = self._trained(functools.partial(self._layout.on_device.state_shardings, over_data=True))
 
-        def one(path, leaf):
+        def constrain(path, leaf):
             sharding = self.place(path, leaf, shardings)
-            # what is on the host stays where it is
-            keep = sharding is None or is_on_host(leaf)
-            return leaf if keep else jax.lax.with_sharding_constraint(leaf, sharding)
+            if sharding is None or is_on_host(leaf):
+                return leaf
+            return jax.lax.with_sharding_constraint(leaf, sharding)
 
-        return jax.tree_util.tree_map_with_path(one, tree)
+        return jax.tree_util.tree_map_with_path(constrain, tree)
 
     def gathered(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Tell XLA to gather the new weights as they were before the step, in their own dtype."""
-        if not self._in_parts:
+        """Constrain new weights to the sharding that they had before the step, in their dtype."""
+        if not self._is_split:
             return weights
         shardings, whole = self._trained(self._layout.on_device.shardings), self.weights
-        return {  # a layer alone is not constrained
+        return {  # a single layer of a stack is not constrained
             name: jax.lax.with_sharding_constraint(leaf, shardings[name]) if leaf.shape == whole[name].shape else leaf
             for name, leaf in weights.items()
         }
 
-    def streamed(self) -> dict[int, tuple[str, ...]]:
-        """Return the weights that are moved one layer at a time, by their number of layers."""
-        words, groups = axes(self.model) | loss_axes(self.loss_weights), {}
+    def offloaded_groups(self) -> dict[int, tuple[str, ...]]:
+        """Return the paths of the offloaded weights, which are updated layer by layer, by their number of layers."""
+        weight_axes, groups = axes(self.model) | loss_axes(self.loss_weights), {}
         for name, leaf in self.weights.items():
-            if any(self._layout.offload.holds(field, name, words[name]) for field in ("weights", "optimizer")):
+            if any(self._layout.offload.holds(field, name, weight_axes[name]) for field in ("weights", "optimizer")):
                 groups[leaf.shape[0]] = (*groups.get(leaf.shape[0], ()), name)
         return groups

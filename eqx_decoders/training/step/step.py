@@ -296,23 +296,23 @@ class Trainer(eqx.Module):
             scale = scale * jnp.minimum(1.0, self.max_grad_norm / jnp.maximum(norm, 1e-12))
 
         state_layout = self._state_layout(state.model)
-        in_parts = state_layout.in_parts
+        split_over_data = state_layout.split_over_data
 
         def update(weights, gradient, optimizer, ema):
             scaled = {
                 name: (_as_float32(leaf) * scale).astype(widened(weights[name]).dtype)
                 for name, leaf in gradient.items()
             }
-            weights = in_parts(weights)
+            weights = split_over_data(weights)
             updates, optimizer = self.optimizer.update(scaled, optimizer, weights)
             with jax.numpy_dtype_promotion("standard"):  # updates are float32, weights can be bfloat16
-                weights = in_parts(optax.apply_updates(weights, updates))
+                weights = split_over_data(optax.apply_updates(weights, updates))
             if self.ema_decay is not None:
-                ema = in_parts(optax.incremental_update(jax.tree.map(widened, weights), ema, 1 - self.ema_decay))
-            return state_layout.gathered(weights), in_parts(optimizer), ema
+                ema = split_over_data(optax.incremental_update(jax.tree.map(widened, weights), ema, 1 - self.ema_decay))
+            return state_layout.gathered(weights), split_over_data(optimizer), ema
 
         # A branch: `jnp.where` for each leaf would need memory for old and new weights and states.
-        old_weights, offloaded = self._weights(state.model, state.loss_weights), state_layout.streamed()
+        old_weights, offloaded = self._weights(state.model, state.loss_weights), state_layout.offloaded_groups()
         on_device = tuple(name for name in old_weights if not any(name in names for names in offloaded.values()))
         weights, optimizer, ema = update_by_layer(
             update, offloaded, on_device, is_update, old_weights, gradient, state.optimizer, state.ema
@@ -322,7 +322,7 @@ class Trainer(eqx.Module):
         model = _with_router_biases(model, sums.stats, is_update) if self.loss.per_token else model
         clipped = self._clipped(model, sums.stats, is_update)
         if ema is not None and clipped is not model:
-            ema = in_parts(self._with_clipped(ema, named_leaves(model), named_leaves(clipped)))
+            ema = split_over_data(self._with_clipped(ema, named_leaves(model), named_leaves(clipped)))
         new_state = dataclasses.replace(
             state,
             step=state.step + 1,
@@ -365,7 +365,7 @@ class Trainer(eqx.Module):
 
         def microbatch_gradient(rows, key):
             (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(trained_weights, rows, key)
-            return state_layout.in_parts(gradient), metrics
+            return state_layout.split_over_data(gradient), metrics
 
         if count == 1:
             return microbatch_gradient(batch, key)
@@ -384,7 +384,7 @@ class Trainer(eqx.Module):
 
         shapes = jax.eval_shape(summable, *jax.tree.map(lambda leaf: leaf[0], (microbatches, keys)))[:2]
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
-        zeros = (state_layout.in_parts(zeros[0]), zero_metrics(zeros[1]))
+        zeros = (state_layout.split_over_data(zeros[0]), zero_metrics(zeros[1]))
         total, activations = jax.lax.scan(add, zeros, (microbatches, keys))
         gradient, metrics = total
         return gradient, with_activations(metrics, activations)

@@ -208,8 +208,8 @@ def test_a_form_constrains_the_answer_after_the_reasoning(compiler):
     for opened in (False, True):
         grammar = CompletionGrammar(ANSWER, None, ReasoningGrammar("<think>", "</think>", opened))
         head = [] if opened else [begin]
-        for blanks in ("", "\n", "\n\n"):
-            assert accepts(compiler, grammar, *head, 'why {"a": 3} <b>', end, f'{blanks}{{"a": 1}}')
+        for whitespace in ("", "\n", "\n\n"):
+            assert accepts(compiler, grammar, *head, 'why {"a": 3} <b>', end, f'{whitespace}{{"a": 1}}')
         assert accepts(compiler, grammar, *head, end, '{"a": 2}')
         assert accepts(compiler, grammar, '{"a": 1}') is not opened
         assert not accepts(compiler, grammar, *head, "why", end, '{"a": 3}')

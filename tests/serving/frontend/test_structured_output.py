@@ -68,13 +68,13 @@ def test_what_is_allowed_leads_to_the_form(forms, seed):
 
 
 def test_blanks_in_json_are_limited():
-    for blanks in (b" ", b"\n" + 20 * b" ", b"\r\n\t\t"):
+    for whitespace in (b" ", b"\n" + 20 * b" ", b"\r\n\t\t"):
         constraint = one_of(GrammarCompiler(ByteTokenizer(), 320, [257]), ANY_OBJECT)
-        for token in b"{" + blanks:
+        for token in b"{" + whitespace:
             assert token in allowed_tokens(constraint)
             constraint.accept(token)
         assert b'"'[0] in allowed_tokens(constraint)
-        for token in (b"\t\t" + 20 * b" ") if blanks[0] != 32 else b"":
+        for token in (b"\t\t" + 20 * b" ") if whitespace[0] != 32 else b"":
             if token in allowed_tokens(constraint):
                 constraint.accept(token)
         assert not set(b" \t\r\n") & set(allowed_tokens(constraint))

@@ -70,9 +70,9 @@ TEXTS = ["hello world ", "a", " ", "\n\n", "héllo", "<|end|>", "<|end|>   ", "1
 @pytest.mark.slow(fast=("hello world ",))
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_that_fits_is_never_too_long(text):
-    blanks = 5000 * " " + text
+    whitespace = 5000 * " " + text
     for tokenizer in (chat_frontend().tokenizer, ByteTokenizer(), train_bpe(TEXTS, 280)):
-        for whole in (text * 8_000, blanks * 9):
+        for whole in (text * 8_000, whitespace * 9):
             options = {"special": True} if hasattr(tokenizer, "to_json") else {}
             assert not is_too_long(tokenizer, whole, len(tokenizer.encode(whole, **options)))
 
@@ -100,14 +100,14 @@ def test_a_token_that_takes_all_blanks_behind_it():
     assert count < 10 and not is_too_long(tokenizer, text, count)
 
 
-@pytest.mark.parametrize("blanks", [" ", "\n", " \n\t", "\u3000"])
-def test_blanks_that_are_no_words_count_where_they_are_kept(blanks):
+@pytest.mark.parametrize("whitespace", [" ", "\n", " \n\t", "\u3000"])
+def test_blanks_that_are_no_words_count_where_they_are_kept(whitespace):
     tokenizer = Counting()
     for begin in ("", "a"):
         tokenizer.letters = 0
-        assert is_too_long(tokenizer, begin + blanks * 1_000_000 + "a", 100) and tokenizer.letters < 50_000
+        assert is_too_long(tokenizer, begin + whitespace * 1_000_000 + "a", 100) and tokenizer.letters < 50_000
     bpe = train_bpe(["a" + " " * 40 + "a"] * 9, 290)
-    assert is_too_long(bpe, "a" + blanks * 500_000, 2000) and not is_too_long(bpe, "a" + blanks * 1000, 3000)
+    assert is_too_long(bpe, "a" + whitespace * 500_000, 2000) and not is_too_long(bpe, "a" + whitespace * 1000, 3000)
 
 
 @pytest.mark.parametrize("side", ["lstrip", "rstrip"])
@@ -248,8 +248,8 @@ def test_what_is_large_is_not_made_on_the_event_loop(monkeypatch):
         noting(api, "read_body")
         for count, large in ((5, False), (600, True)):
             threads.clear()
-            blanks = b" " * (large * 70_000)
-            server.json(COMPLETIONS, raw=json.dumps(ask | {"prompt": [97] * count}).encode() + blanks)
+            whitespace = b" " * (large * 70_000)
+            server.json(COMPLETIONS, raw=json.dumps(ask | {"prompt": [97] * count}).encode() + whitespace)
             assert server.call(COMPLETIONS, ask | {"prompt": [97] * count, "stream": True})[0] == 200
             beside = {name: any(one.startswith("worker") for one in found) for name, found in threads.items()}
             assert beside == dict.fromkeys(("complete", "chunk", "take", "read_body"), large)

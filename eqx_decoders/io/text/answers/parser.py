@@ -38,7 +38,7 @@ from eqx_decoders.io.text.answers.scanners import (
     partial_match,
     restore_names,
     scanner_at,
-    skip_blanks,
+    skip_whitespace,
 )
 
 
@@ -111,15 +111,15 @@ class AnswerParser(abc.ABC):
 
     **Arguments:**
 
-    - `form`: format of the answer.
+    - `answer_format`: format of the answer.
     - `state`: first state.
     """
 
     reasoning_end: int
     """Position in the text of the answer at which the reasoning ended; 0 if there was no reasoning."""
 
-    def __init__(self, form: "AnswerFormat", state: str):
-        self._form, self._state = form, state
+    def __init__(self, answer_format: "AnswerFormat", state: str):
+        self._format, self._state = answer_format, state
         self._buffer = ""
         self._num_taken = 0  # characters of the answer that have left the buffer
         self.reasoning_end = 0
@@ -135,8 +135,8 @@ class AnswerParser(abc.ABC):
         """Whether the text so far may be the start of the reasoning."""
 
     @property
-    def skips_blanks(self) -> bool:
-        """Whether blanks are left out here, because the current part has no text yet."""
+    def skips_whitespace(self) -> bool:
+        """Whether whitespace is omitted here, because the current part has no text yet."""
         return False
 
     @abc.abstractmethod
@@ -286,17 +286,23 @@ class TaggedParser(AnswerParser):
     """
 
     def __init__(
-        self, form: AnswerFormat, tools: Sequence[Mapping[str, Any]], prompt: str, *, calls: bool, must_call: bool
+        self,
+        answer_format: AnswerFormat,
+        tools: Sequence[Mapping[str, Any]],
+        prompt: str,
+        *,
+        calls: bool,
+        must_call: bool,
     ):
-        super().__init__(form, "content")
+        super().__init__(answer_format, "content")
         self._must_call = must_call
-        self._reasoning = form.reasoning or NO_REASONING
-        row = form.row if calls else None
-        self._context = None if row is None else Context(row, tools, form.names)
+        self._reasoning = answer_format.reasoning or NO_REASONING
+        row = answer_format.row if calls else None
+        self._context = None if row is None else Context(row, tools, answer_format.names)
         self._is_xml = row is not None and row.syntax == "xml"
         self._call_starts = () if row is None else row.start_markers
         self._call_ends = () if row is None else row.end_markers
-        self._special_ends = [marker for marker in self._call_ends if any(x in form.names for x in marker)]
+        self._special_ends = [marker for marker in self._call_ends if any(x in answer_format.names for x in marker)]
         # Arguments may be a code block (DeepSeek V3). Its closing fence does not end a malformed call.
         is_fenced = row is not None and "```" in row.call_end
         self._after_call_markers = (*self._call_ends, "```") if is_fenced else self._call_ends
@@ -307,10 +313,10 @@ class TaggedParser(AnswerParser):
         self._num_returned = 0  # characters at the start of the buffer whose calls have been returned
         self._num_searched = 0  # characters at the start of the buffer without a special token that ends a call
         self._at_start = True  # no content and no call has been returned
-        self._skips_blanks = False  # leave out blanks at the start of the current part
+        self._skips_whitespace = False  # leave out whitespace at the start of the current part
         self._may_be_reasoning = False  # an end marker would turn the content so far into reasoning
         self._wrapper_end = ""  # end marker of the wrapper around the content
-        if form.reasoning is not None:
+        if answer_format.reasoning is not None:
             self._start_answer(prompt)
 
     def _start_answer(self, prompt: str) -> None:
@@ -318,7 +324,7 @@ class TaggedParser(AnswerParser):
         start, end = self._reasoning.begin, self._reasoning.end
         prompt = prompt.rstrip()
         if prompt.endswith(start):
-            self._state, self._skips_blanks = "reasoning", True
+            self._state, self._skips_whitespace = "reasoning", True
             return
         last_end = prompt.rfind(end)
         has_ended = last_end > prompt.rfind(start) and not prompt[last_end + len(end) :].strip()
@@ -333,8 +339,8 @@ class TaggedParser(AnswerParser):
         return self._state == "start"
 
     @property
-    def skips_blanks(self) -> bool:
-        return self._skips_blanks
+    def skips_whitespace(self) -> bool:
+        return self._skips_whitespace
 
     def may_reason(self, text: str) -> bool:
         if self._state != "start":
@@ -354,11 +360,11 @@ class TaggedParser(AnswerParser):
 
     def _read_start(self, events: list[Event], *, final: bool) -> bool:
         """Look for the marker that starts the reasoning."""
-        start, position = self._reasoning.begin, skip_blanks(self._buffer, 0)
+        start, position = self._reasoning.begin, skip_whitespace(self._buffer, 0)
         rest = self._buffer[position:]
         if rest.startswith(start):
             self._take(position + len(start))
-            self._state, self._skips_blanks = "reasoning", True
+            self._state, self._skips_whitespace = "reasoning", True
             return True
         if start.startswith(rest) and not final:
             return False
@@ -367,8 +373,8 @@ class TaggedParser(AnswerParser):
 
     def _read_reasoning(self, events: list[Event], *, final: bool) -> bool:
         start, end = self._reasoning.begin, self._reasoning.end
-        if self._skips_blanks:
-            position = skip_blanks(self._buffer, 0)
+        if self._skips_whitespace:
+            position = skip_whitespace(self._buffer, 0)
             rest = self._buffer[position:]
             if rest.startswith(start):  # the model repeats the start marker of the prompt
                 self._take(position + len(start))
@@ -376,8 +382,8 @@ class TaggedParser(AnswerParser):
             if start.startswith(rest) and not final:
                 return False
             self._take(position)
-            self._skips_blanks = False
-        markers = [end, *(marker for marker in self._call_starts if marker[:1] in self._form.names)]
+            self._skips_whitespace = False
+        markers = [end, *(marker for marker in self._call_starts if marker[:1] in self._format.names)]
         found = find_first(self._buffer, markers)
         if found is not None:
             position, marker = found
@@ -386,7 +392,7 @@ class TaggedParser(AnswerParser):
                 self._take(len(end))
                 self._wrapper_end = dict(self._reasoning.wrappers).get(end, "")
             self.reasoning_end = self._num_taken
-            self._state, self._skips_blanks, self._may_be_reasoning = "content", True, False
+            self._state, self._skips_whitespace, self._may_be_reasoning = "content", True, False
             return True
         size = len(self._buffer) - (0 if final else partial_match(self._buffer, markers))
         text = self._buffer[:size].rstrip()
@@ -401,22 +407,22 @@ class TaggedParser(AnswerParser):
         markers = [*self._call_starts]
         if self._may_be_reasoning:
             markers += [self._reasoning.end, self._reasoning.begin]
-        elif self._reasoning.begin[:1] in self._form.names:
+        elif self._reasoning.begin[:1] in self._format.names:
             markers.append(self._reasoning.begin)  # a special token: the model reasons again
         for start, end in self._reasoning.wrappers:
-            markers += [start] if self._at_start or start in self._form.names else []
-            markers += [end] if self._wrapper_end == end or end in self._form.names else []
+            markers += [start] if self._at_start or start in self._format.names else []
+            markers += [end] if self._wrapper_end == end or end in self._format.names else []
         return markers
 
     def _read_content(self, events: list[Event], *, final: bool) -> bool:
-        if self._skips_blanks:
-            position = skip_blanks(self._buffer, 0)
+        if self._skips_whitespace:
+            position = skip_whitespace(self._buffer, 0)
             if position == len(self._buffer) and not final:
                 return False
             self._take(position)
-            self._skips_blanks = False
+            self._skips_whitespace = False
         if self._at_start and self._bare_start:
-            position = skip_blanks(self._buffer, 0)
+            position = skip_whitespace(self._buffer, 0)
             rest = self._buffer[position:]
             if not rest and not final:
                 return False
@@ -437,19 +443,19 @@ class TaggedParser(AnswerParser):
             events.append(ContentWasReasoning())
             self.reasoning_end = self._num_taken
             self._wrapper_end = dict(self._reasoning.wrappers).get(marker, "")
-            self._may_be_reasoning, self._at_start, self._skips_blanks = False, True, True
+            self._may_be_reasoning, self._at_start, self._skips_whitespace = False, True, True
         elif marker == self._reasoning.begin:
             self._may_be_reasoning = False
-            if marker[:1] in self._form.names:
+            if marker[:1] in self._format.names:
                 self._take(len(marker))
-                self._state, self._skips_blanks = "reasoning", True
+                self._state, self._skips_whitespace = "reasoning", True
             else:  # the content mentions the markers
                 self._add_content(events, self._take(len(marker)))
         else:
             self._take(len(marker))
             ends = dict(self._reasoning.wrappers)
             self._wrapper_end = ends.get(marker, "")
-            self._skips_blanks = marker in ends
+            self._skips_whitespace = marker in ends
         return True
 
     def _add_content(self, events: list[Event], text: str) -> None:
@@ -520,7 +526,7 @@ class TaggedParser(AnswerParser):
 
     def _readable(self, reason: str) -> str:
         """Replace placeholders, which `repr` has escaped, with the names of their special tokens."""
-        for placeholder, name in self._form.names.items():
+        for placeholder, name in self._format.names.items():
             reason = reason.replace(repr(placeholder)[1:-1], name)
         return reason
 
@@ -551,7 +557,7 @@ class TaggedParser(AnswerParser):
         return True
 
     def _read_after_call(self, events: list[Event], *, final: bool) -> bool:
-        """Leave out blanks and markers after a call."""
+        """Leave out whitespace and markers after a call."""
         self._num_returned = 0
         position = _skip_brackets(self._buffer)
         rest = self._buffer[position:]
@@ -559,7 +565,7 @@ class TaggedParser(AnswerParser):
             return False
         if rest.startswith(self._call_ends):
             self._take(position)
-        position = skip_blanks(self._buffer, 0)
+        position = skip_whitespace(self._buffer, 0)
         rest = self._buffer[position:]
         end = next((marker for marker in self._after_call_markers if rest.startswith(marker)), None)
         if end is not None:
@@ -573,7 +579,7 @@ class TaggedParser(AnswerParser):
 
 
 def _skip_brackets(text: str) -> int:
-    """Return the position after blanks, surplus closing brackets and the end of a code block."""
+    """Return the position after whitespace, surplus closing brackets and the end of a code block."""
     return len(text) - len(text.lstrip("}]` \t\r\n"))
 
 
@@ -587,11 +593,11 @@ class HarmonyParser(AnswerParser):
     The states are `"header"`, `"body"`, `"call"` and `"after_call"`.
     """
 
-    def __init__(self, form: AnswerFormat, tools: Sequence[Mapping[str, Any]], prompt: str, *, calls: bool):
-        super().__init__(form, "header")
+    def __init__(self, answer_format: AnswerFormat, tools: Sequence[Mapping[str, Any]], prompt: str, *, calls: bool):
+        super().__init__(answer_format, "header")
         self._calls = calls
         self._start, self._channel, self._message, constrain, *self._ends = (
-            form.translate(f"<|{name}|>")
+            answer_format.translate(f"<|{name}|>")
             for name in ("start", "channel", "message", "constrain", "end", "call", "return")
         )
         self._header_markers = (self._start, self._channel, self._message, constrain)
@@ -676,7 +682,7 @@ class HarmonyParser(AnswerParser):
         starts = [*self._header_markers, "to="]
         if text.startswith("assistant"):  # the role, if a header follows
             text = text.removeprefix("assistant")
-            text = text.lstrip() if text[:1].isspace() or text[:1] in self._form.names else text
+            text = text.lstrip() if text[:1].isspace() or text[:1] in self._format.names else text
         else:
             starts.append("assistant")
         may_be_header = any(text.startswith(start) or (start.startswith(text) and not final) for start in starts)
@@ -701,7 +707,7 @@ class HarmonyParser(AnswerParser):
 
     def _read_call(self, events: list[Event], *, final: bool) -> bool:
         if self._value is None:
-            start = skip_blanks(self._buffer, 0)
+            start = skip_whitespace(self._buffer, 0)
             rest = self._buffer[start:]
             markers = [*self._ends, self._start, self._channel, self._message]
             if not final and any(marker.startswith(rest) and marker != rest for marker in markers):
@@ -718,7 +724,7 @@ class HarmonyParser(AnswerParser):
                 self._state = "after_call"
                 return True
             if not rest.startswith("{"):
-                beginning = self._form.restore(rest[:80])
+                beginning = self._format.restore(rest[:80])
                 self._fail(events, f"the arguments of {self._tool} are not a JSON object: {beginning!r}")
                 return True
             self._value = JsonScanner(start)
@@ -733,7 +739,7 @@ class HarmonyParser(AnswerParser):
             return False
         start = self._value.start
         text = self._take(end)
-        call = call_of(self._tool, parse_json_or_python(self._form.restore(text[start:])))
+        call = call_of(self._tool, parse_json_or_python(self._format.restore(text[start:])))
         events.append(Malformed(text, call) if isinstance(call, str) else Call(call))
         self._state = "after_call"
         return True
@@ -745,7 +751,7 @@ class HarmonyParser(AnswerParser):
 
     def _read_after_call(self, events: list[Event], *, final: bool) -> bool:
         """Leave out the end marker of a call."""
-        position = skip_blanks(self._buffer, 0)
+        position = skip_whitespace(self._buffer, 0)
         rest = self._buffer[position:]
         end = next((end for end in self._ends if rest.startswith(end)), None)
         if end is not None:
@@ -761,13 +767,13 @@ class HarmonyParser(AnswerParser):
 
 
 class ContentSpacing:
-    """Filter of content that removes blanks around tool calls, except between two pieces of text.
+    """Filter of content that removes whitespace around tool calls, except between two pieces of text.
 
     Blanks at the end of the text are buffered, because a call may follow.
     """
 
     def __init__(self):
-        self._blanks, self._is_after_call, self._has_text = "", False, False
+        self._whitespace, self._is_after_call, self._has_text = "", False, False
 
     def push(self, text: str) -> str:
         """Add content and return the text that further content cannot change."""
@@ -775,11 +781,11 @@ class ContentSpacing:
             text = text.lstrip() if not self._has_text else text
             if not text.strip():
                 return ""
-            text = ((self._blanks or "\n") if self._has_text else "") + text
-            self._blanks, self._is_after_call = "", False
-        text = self._blanks + text
+            text = ((self._whitespace or "\n") if self._has_text else "") + text
+            self._whitespace, self._is_after_call = "", False
+        text = self._whitespace + text
         shown = text.rstrip()
-        self._blanks, self._has_text = text[len(shown) :], self._has_text or bool(shown)
+        self._whitespace, self._has_text = text[len(shown) :], self._has_text or bool(shown)
         return shown
 
     def call(self) -> None:
@@ -787,9 +793,9 @@ class ContentSpacing:
         self._is_after_call = True
 
     def flush(self) -> str:
-        """Finish the content and return the remaining blanks."""
-        blanks, self._blanks = self._blanks, ""
-        return "" if self._is_after_call else blanks
+        """Finish the content and return the remaining whitespace."""
+        whitespace, self._whitespace = self._whitespace, ""
+        return "" if self._is_after_call else whitespace
 
 
 # Start markers of the reasoning in families that do not write <think>.

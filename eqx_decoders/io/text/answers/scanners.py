@@ -105,7 +105,7 @@ class Context:
         return ToolSchema(self.tools, name)
 
 
-def skip_blanks(text: str, position: int) -> int:
+def skip_whitespace(text: str, position: int) -> int:
     """Return the position of the next character that is not white space."""
     match = _BLANK.match(text, position)
     return position if match is None else match.end()
@@ -158,7 +158,7 @@ class JsonScanner:
                 if not self._skip_string(text):
                     return None
                 self._after_value()
-            self.position = skip_blanks(text, self.position)
+            self.position = skip_whitespace(text, self.position)
             if self.position >= len(text):
                 return None
             if not self._step(text, text[self.position]):
@@ -267,7 +267,7 @@ class JsonCalls:
         """Return the position of the next object, or the result of `scan` if there is no next object yet."""
         position = self._position
         while True:
-            position = skip_blanks(text, position)
+            position = skip_whitespace(text, position)
             if position >= len(text):
                 return Found(self._position, (), closed=True) if final and self._num_calls else None
             character = text[position]
@@ -483,7 +483,7 @@ class XmlCall:
             self._name = header[1]
             self._body = self._searched = header.end()
             self._schema = self._context.schema(self._name)
-        start = skip_blanks(text, self._body)
+        start = skip_whitespace(text, self._body)
         if start < len(text) and not final and text[start] != "{" and not self._may_start(text, start):
             return Failed(start, f"{text[start : start + 80]!r} is not a parameter")
         extent = self._extent(text)
@@ -503,7 +503,7 @@ class XmlCall:
             rest = text[position:]
             if not rest.startswith(head):
                 return None if head.startswith(rest) else Failed(position, f"the call has no {head} with a tool name")
-            position = skip_blanks(text, position + len(head))
+            position = skip_whitespace(text, position + len(head))
         rest = text[position:].removeprefix(self._quote)
         name_end = "".join(self._context.row.name_end.split()).removeprefix(self._quote)
         match = re.compile(_NAME).match(rest)
@@ -530,7 +530,7 @@ class XmlCall:
             if names is not None and match[1] not in names and not self._is_written_start(text, match):
                 continue
             ends = [closed.end() for closed in self._closed_parameter.finditer(text, self._body, match.start())]
-            empty = self._closed.match(text, skip_blanks(text, self._body), match.start())
+            empty = self._closed.match(text, skip_whitespace(text, self._body), match.start())
             if ends:
                 return ends[-1]
             if empty is not None:
@@ -584,7 +584,7 @@ class XmlCall:
         values, known = dict[str, Any](), self._schema.known_names
         gaps, call_end = re.compile(gap or _LINES), self._call_end[gap]
         while True:
-            position = skip_blanks(text, position)
+            position = skip_whitespace(text, position)
             if not values or position < extent:
                 closed = call_end.match(text, position, extent)
                 if closed is not None:
@@ -613,7 +613,7 @@ class XmlCall:
 
         Text that is not a sequence of elements is returned unchanged.
         """
-        elements, position = list[tuple[str, Elements]](), skip_blanks(text, 0)
+        elements, position = list[tuple[str, Elements]](), skip_whitespace(text, 0)
         while position < len(text):
             opened = self._parameter.match(text, position) if max_levels else None
             ended = None if opened is None else self._element_end(text, opened, len(text))
@@ -621,7 +621,7 @@ class XmlCall:
                 return self._context.restore(text)
             content = self._elements(text[opened.end() : ended[0]], max_levels - 1)
             elements.append((self._context.restore(opened[1]), content))
-            position = skip_blanks(text, ended[1])
+            position = skip_whitespace(text, ended[1])
         return elements or self._context.restore(text)
 
     def _element_end(self, text: str, opened: re.Match[str], extent: int) -> tuple[int, int] | None:
@@ -649,7 +649,7 @@ class XmlCall:
         known: frozenset[str] | None,
     ) -> tuple[int, int] | None:
         """Return the end of a value and the position after its closing tag; None if the value does not end."""
-        if self._context.row.nested and self._parameter.match(text, skip_blanks(text, opened.end()), extent):
+        if self._context.row.nested and self._parameter.match(text, skip_whitespace(text, opened.end()), extent):
             ended = self._element_end(text, opened, extent)  # an element within the value may have the same name
             if ended is not None:
                 return ended
@@ -775,7 +775,7 @@ class BracketScanner:
                 return False
             end = at + len(quote)
             if not self._certain and len(quote) != 3:
-                following = skip_blanks(text, end)
+                following = skip_whitespace(text, end)
                 if following >= len(text):
                     self.position = at
                     return False
@@ -822,13 +822,13 @@ class PythonCalls:
 
     def _open(self, text: str, *, final: bool) -> BracketScanner | Found | Failed | None:
         """Return the scanner of the next call's arguments, or the result of `scan` if there is no next call yet."""
-        position = skip_blanks(text, self._position)
+        position = skip_whitespace(text, self._position)
         if self._num_calls == 0 and not self._in_list and text.startswith("[", position):
             self._in_list, self._position = True, position + 1
-            position = skip_blanks(text, self._position)
+            position = skip_whitespace(text, self._position)
         if self._num_calls:
             position += text.startswith((",", ";"), position)
-            position = skip_blanks(text, position)
+            position = skip_whitespace(text, position)
         if position >= len(text):
             return Found(self._position, (), closed=True) if final and self._num_calls else None
         if self._in_list and text[position] == "]":
@@ -931,7 +931,7 @@ class GemmaCall:
 
     def scan(self, text: str, *, final: bool) -> Found | Failed | None:
         if self._brackets is None:
-            position = skip_blanks(text, self._start)
+            position = skip_whitespace(text, self._start)
             rest = text[position:]
             if "call:".startswith(rest):
                 return None
@@ -964,19 +964,19 @@ class GemmaCall:
 
     def _value(self, text: str, position: int, strings: Mapping[int, int]) -> tuple[Any, int]:
         """Return the value at a position and the position after it. `strings`: ends of the strings by start."""
-        position, quote = skip_blanks(text, position), self._context.row.quote
+        position, quote = skip_whitespace(text, position), self._context.row.quote
         if position in strings:
             end = strings[position]
             return self._context.restore(text[position + len(quote) : end - len(quote)]), end
         if text[position] == "[":
-            members, position = [], skip_blanks(text, position + 1)
+            members, position = [], skip_whitespace(text, position + 1)
             while text[position] != "]":
                 member, position = self._value(text, position, strings)
                 members.append(member)
                 position = self._comma(text, position, "]")
             return members, position + 1
         if text[position] == "{":
-            values, position = dict[str, Any](), skip_blanks(text, position + 1)
+            values, position = dict[str, Any](), skip_whitespace(text, position + 1)
             while text[position] != "}":
                 key, position = self._key(text, position, strings)
                 values[key], position = self._value(text, position, strings)
@@ -989,7 +989,7 @@ class GemmaCall:
     def _key(self, text: str, position: int, strings: Mapping[int, int]) -> tuple[str, int]:
         if position in strings:
             key, position = self._value(text, position, strings)
-            position = skip_blanks(text, position)
+            position = skip_whitespace(text, position)
         else:
             quoted = re.compile(r'"([^"\n]*)"\s*(?=:)').match(text, position)
             at = text.find(":", position) if quoted is None else quoted.end()
@@ -1002,9 +1002,9 @@ class GemmaCall:
 
     @staticmethod
     def _comma(text: str, position: int, end: str) -> int:
-        position = skip_blanks(text, position)
+        position = skip_whitespace(text, position)
         if text.startswith(",", position):
-            return skip_blanks(text, position + 1)
+            return skip_whitespace(text, position + 1)
         if not text.startswith(end, position):
             raise ValueError(f"unexpected {text[position : position + 20]!r}")
         return position
@@ -1028,7 +1028,7 @@ def scanner_at(context: Context, text: str, start: int, marker: str, *, final: b
     if row.syntax == "gemma":
         return GemmaCall(context, after)
     if marker and (row.syntax == "named_json" or row.id_marker):
-        position = skip_blanks(text, after)
+        position = skip_whitespace(text, after)
         rest = text[position:]
         if any(known.startswith(rest) for known in (*row.start_markers, *row.inner_markers)) and not final:
             return None
