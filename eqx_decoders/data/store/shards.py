@@ -45,7 +45,7 @@ from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, start_ids
 
 
-FORMAT = 4  # version of the file format; shards of another version are written again
+FORMAT = 5  # version of the file format; shards of another version are written again
 MARKER, TAIL = b"eqxshard", struct.Struct("<q8s")
 DTYPES = {"offsets": "<i8", "draws": "<f8", "bytes": "<i8", "target_counts": "<i8", "targets": "|b1"}
 DTYPES |= {"media": "|u1", "media_offsets": "<i8"}
