@@ -22,7 +22,7 @@ SAMPLES = {
 }
 
 
-# Of families that have no checkpoint there (most have encoders), what describes a published model.
+# Published models for families without a checkpoint there; most of these have encoders.
 PUBLISHED = {
     "gemma3": "gemma3-4b-vision",
     "gemma4": "gemma4-e2b-vision",
@@ -103,7 +103,7 @@ def windows(config) -> list[int | None]:
     return [getattr(mixer.mask, "size", None) for mixer in mixers(config)]
 
 
-# --- values of a configuration by their paths ---
+# --- values of a configuration at a path ---
 
 OF_BLOCKS = {field.name for field in dataclasses.fields(ed.BlockConfig)}
 

@@ -1,4 +1,4 @@
-"""Small decoders of families with layers of their own."""
+"""Small decoders of families with special layers."""
 
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.deepseek.blocks import deepseek, latent_attention, v3_router

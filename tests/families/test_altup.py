@@ -1,4 +1,4 @@
-"""Alternating updates and Laurel, token by token in NumPy."""
+"""AltUp and Laurel against a computation in NumPy, token by token."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +23,7 @@ CTX = context(np.broadcast_to(np.arange(5), (2, 5)))
 
 
 def branches(streams: bool = False) -> list[BlockLayer]:
-    """A mixer with a norm, an MLP, and a layer after it; with `streams` another that reads all streams, first."""
+    """Return a mixer with a norm, an MLP, and a later layer; with `streams`, first a layer that reads all streams."""
     functions = [lambda y, m=m: jnp.tanh(y @ m) for m in MATRICES]
     names = ("mixer", "mlp", "post_layers.0")
     norms = (NORM, None, None)
@@ -31,27 +31,27 @@ def branches(streams: bool = False) -> list[BlockLayer]:
     return [BlockLayer("pre_layers.0", lambda y: 0.5 * y, reads_streams=True), *found] if streams else found
 
 
-def numbers(residual, x, weight):
+def router_output(residual, x, weight):
     return wide(weight) @ np.tanh(wide(residual.router) @ norm_by_hand(residual.norm, x) / EMBED)
 
 
 def token_by_hand(residual, x):
-    """One token: `x` is [streams, embed]."""
+    """Compute one token; `x` has shape [streams, embed]."""
     mixer, mlp, after = (lambda y, m=m: np.tanh(y @ wide(m)) for m in MATRICES)
-    mix = numbers(residual, x[0], residual.predict).reshape(STREAMS, STREAMS)
+    mix = router_output(residual, x[0], residual.predict).reshape(STREAMS, STREAMS)
     p = np.stack([x[k] + sum(mix[k, j] * x[j] for j in range(STREAMS)) for k in range(STREAMS)])
     inner, n = residual.inner, norm_by_hand(NORM, p[0])
     laurel = n + norm_by_hand(inner.norm, n @ wide(inner.left) @ wide(inner.right))
     z = (p[0] + mixer(n) + laurel) / 2**0.5
     z = z + mlp(z)
-    gain = 1 + numbers(residual, z, residual.correct)
+    gain = 1 + router_output(residual, z, residual.correct)
     x = np.stack([p[k] + gain[k] * (z - p[0]) for k in range(STREAMS)])
     x[1:] += after(x[0] * wide(residual.scale))
     return x
 
 
-def test_streams_begin_as_copies_and_end_as_their_mean():
-    """Where there are no maps, as in multi-token prediction."""
+def test_streams_without_maps_start_as_copies_and_end_as_their_mean():
+    """As in multi-token prediction."""
     x = jnp.asarray(normal(2, 5, EMBED))
     assert_array_equal(CONFIG.expand(x), np.stack([x] * STREAMS, axis=2))
     streams = jnp.asarray(normal(2, 5, STREAMS, EMBED))
@@ -60,14 +60,14 @@ def test_streams_begin_as_copies_and_end_as_their_mean():
 
 @pytest.mark.slow(fast=("True",))
 @pytest.mark.parametrize("streams", [False, True])
-def test_streams_are_predicted_corrected_and_added_to(streams):
+def test_streams_are_predicted_and_corrected(streams):
     residual = drawn(lambda key: CONFIG.build(EMBED, branches=3, inner_dim=EMBED, key=key))
     x = normal(2, 5, STREAMS, EMBED)
     want = np.array([[token_by_hand(residual, token * 1.5 if streams else token) for token in row] for row in wide(x)])
     assert_close(run_residual(residual, jnp.asarray(x), branches(streams), ctx=CTX), want, units=64)
 
 
-def test_a_layer_that_reads_all_streams_behind_the_others_reads_corrected_ones():
+def test_layer_after_the_others_reads_the_corrected_streams():
     residual = drawn(lambda key: CONFIG.build(EMBED, branches=3, inner_dim=EMBED, key=key))
     x = jnp.asarray(normal(2, 5, STREAMS, EMBED))
     *first, last = branches()
@@ -77,7 +77,7 @@ def test_a_layer_that_reads_all_streams_behind_the_others_reads_corrected_ones()
     assert not np.allclose(run_residual(residual, x, [*first, last], ctx=CTX), plain)
 
 
-def test_streams_begin_as_large_as_the_embedding_and_end_as_their_mean():
+def test_mapped_streams_have_the_norm_of_the_first_stream():
     maps = drawn(lambda key: CONFIG.build_maps(EMBED, key=key))
     x, streams = normal(2, 5, EMBED), normal(2, 5, STREAMS, EMBED)
 
@@ -93,6 +93,6 @@ def test_streams_begin_as_large_as_the_embedding_and_end_as_their_mean():
     assert np.all(np.isfinite(tiny)) and np.abs(tiny[:, :, 1:]).max() < 1e-12
 
 
-def test_there_are_several_streams():
+def test_refuses_a_single_stream():
     with refused(ed.ConfigError, "AltUp.streams=1"):
         AltUp(streams=1)

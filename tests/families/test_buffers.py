@@ -1,6 +1,7 @@
-"""What published models keep as buffers is no weight that training moves; here are all of them.
+"""Buffers of published models are not trained.
 
-By transformers 5.23: those of its `nn.Buffer`s that its checkpoints hold (others are computed from the configuration).
+The list has the `nn.Buffer`s of transformers 5.23 that its checkpoints contain. Other buffers are computed from the
+configuration.
 """
 
 import jax
@@ -17,8 +18,8 @@ from tests.families.samples import FIXTURES
 
 
 LAYER_SCALAR = {"residual.scale"}  # `layer_scalar`
-CORRECTION_BIAS = {"router.selection_bias"}  # `e_score_correction_bias`, which moves by a rule of its own
-# indexers that no loss teaches
+CORRECTION_BIAS = {"router.selection_bias"}  # `e_score_correction_bias`, which is updated by its own rule
+# indexers without a training loss
 BLOCK_INDEXER = {"indexer.query", "indexer.key", "query_norm.scale", "key_norm.scale"}
 COMPRESSED_INDEXER = {"indexer.query", "indexer.head_weight", "norm.scale"}
 COMPRESSED_INDEXER |= {f"compressor.{part}" for part in ("key", "gate", "bias")}
@@ -40,7 +41,7 @@ PUBLISHED = {
     ),
     **dict.fromkeys(
         ("afmoe", "ernie4_5_moe", "ernie4_5_moe_bias"), CORRECTION_BIAS
-    ),  # there a parameter without a gradient
+    ),  # a parameter without a gradient in transformers
 }
 DIRECTORIES = sorted(file.parent.name for file in FIXTURES.glob("*/config.json") if "fp8" not in file.parent.name)
 
@@ -52,7 +53,7 @@ def ending(path: str) -> str:
 
 @pytest.mark.slow(fast=("afmoe",))
 @pytest.mark.parametrize("name", DIRECTORIES)
-def test_buffers_are_not_trained_unless_they_are_named(name):
+def test_buffers_are_not_trained_unless_named_explicitly(name):
     model = abstract_hf(FIXTURES / name)
     kept = buffers(model) | frozen(model)
     assert {ending(path) for path in kept} == PUBLISHED.get(name, set())
@@ -68,7 +69,7 @@ def test_buffers_are_not_trained_unless_they_are_named(name):
             Trainer.create(OptimizerConfig(trainable=("*.selection_bias",)), model, steps=9)
 
 
-def test_what_standardises_patches_is_a_buffer():
+def test_standardization_of_patches_is_a_buffer():
     """Gemma 4's `std_bias` and `std_scale`."""
     config = ProjectorConfig(standardize=True, layers=(ProjectionConfig(dim=8),))
     projector = jax.eval_shape(lambda key: config.build(8, key=key), jax.random.key(0))

@@ -1,4 +1,4 @@
-"""Checkpoints of model types that the library does not know, compared with the families that it knows."""
+"""Reports about checkpoints of unknown model types: a comparison with the known families."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ FEW = ("llama", "mistral", "gemma2")
 
 
 def ranking_of(directory: Path, among: tuple[str, ...] = FEW) -> Ranking:
-    """The ranking without the directory's own family, among these families; among all for ()."""
+    """Return the ranking among `families` (all if empty), without the family of the directory."""
     content = json.loads((directory / "config.json").read_text())
     library = [family for family, _ in library_families().values() if family.text is None]
     own_type = content["model_type"]
@@ -30,12 +30,12 @@ def ranking_of(directory: Path, among: tuple[str, ...] = FEW) -> Ranking:
 
 
 def report_of(ranking: Ranking) -> str:
-    """The report without line breaks inside of sentences."""
+    """Return the report without line breaks within sentences."""
     return comparison_report(ranking).replace("\n    ", " ")
 
 
 def changed_model(folder: Path, config: dict, words: dict[str, str] | None = None, **tensors: np.ndarray) -> Path:
-    """InternLM's fixture with other keys (`...` removes one), other words in the names of tensors, and more tensors."""
+    """Write InternLM's fixture with changed keys (`...` removes one), renamed tensors, and additional tensors."""
     shutil.copytree(FIXTURES / "internlm3_bias", folder)
     content = json.loads((folder / "config.json").read_text()) | config
     (folder / "config.json").write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
@@ -46,7 +46,7 @@ def changed_model(folder: Path, config: dict, words: dict[str, str] | None = Non
     return folder
 
 
-# a fixture, families to compare it with (all for none), the nearest one, and parts of the report
+# fixture, families to compare with (empty: all), the nearest family, and parts of the report
 SIBLINGS = {
     "ministral_mixed": (FEW, "llama", ["sliding_window=4 is not read. Families that read it: `gemma2`"]),
     "olmo2": ((), "olmo3", ["rope_parameters: Unknown keys: rope_theta", "`exaone4`"]),
@@ -94,7 +94,7 @@ def test_open_questions_name_values_of_similar_families(fixture, question):
     assert question in report_of(ranking_of(FIXTURES / fixture, ()))
 
 
-def test_renamed_modules_other_keys_and_unknown_tensors(tmp_path):
+def test_report_of_renamed_modules_other_keys_and_unknown_tensors(tmp_path):
     alphas = {f"model.layers.{layer}.mlp.act.alpha": np.ones(1, np.float32) for layer in range(2)}
     norms = {f"model.layers.{layer}.self_attn.q_norm.weight": np.ones(32, np.float32) for layer in range(2)}
     words = {"model.layers.": "transformer.blocks.", ".input_layernorm.": ".attn_norm.", ".self_attn.": ".mixer."}
@@ -130,7 +130,7 @@ def test_renamed_modules_other_keys_and_unknown_tensors(tmp_path):
     )
 
 
-def test_other_shapes_and_layers_and_missing_tensors(tmp_path):
+def test_report_of_other_shapes_layers_and_missing_tensors(tmp_path):
     directory = changed_model(tmp_path / "model", dict(model_type="nova", intermediate_size=48))
     tensors = load_file(directory / "model.safetensors")
     del tensors["model.layers.1.self_attn.o_proj.weight"], tensors["model.norm.weight"]

@@ -1,4 +1,4 @@
-"""Attention to compressed keys against a loop in NumPy, in documents of a row and over a cache."""
+"""Attention to compressed keys against a loop in NumPy, for packed documents and with a cache."""
 
 import dataclasses
 
@@ -39,14 +39,14 @@ SEGMENTS = np.stack([[1] * 13 + [2] * 7 + [0], [1] * 21])
 X = normal(2, 21, 5)
 
 
-def turned(vector, position, back=False):
+def rotated(vector, position, back=False):
     table = plain_frequencies(10.0, 4)
     last = rotate_by_hand(vector[-4:], -position if back else position, table, "interleaved")
     return np.concatenate([vector[:-4], last])
 
 
 def windows_by_hand(compressor, x, positions):
-    """The compressed keys of a document, by the position of their last tokens."""
+    """Return the compressed keys of a document by the position of the last token of each window."""
     size, w = compressor.config.size, {name: wide(getattr(compressor, name)) for name in ("key", "gate", "bias")}
     keys = {}
     for begin in range(0, len(positions) - size + 1, size):
@@ -56,15 +56,15 @@ def windows_by_hand(compressor, x, positions):
         key, gate = (np.stack([x[t] @ w[name][:, s] for t, _, s in sources]) for name in ("key", "gate"))
         gate = np.exp(gate + np.stack([w["bias"][i, s] for _, i, s in sources]))
         mixed = norm_by_hand(compressor.norm, (gate / gate.sum(0) * key).sum(0))
-        keys[begin + size - 1] = turned(mixed, begin)
+        keys[begin + size - 1] = rotated(mixed, begin)
     return keys
 
 
 def attention_by_hand(layer, x):
-    """One document from position 0 on."""
+    """Compute one document, which starts at position 0."""
     out = np.zeros((len(x), x.shape[1]))
     down, up, groups = wide(layer.query_down), wide(layer.query_up), wide(layer.out_down)
-    keys = [turned(norm_by_hand(layer.key_norm, row @ wide(layer.key)), t) for t, row in enumerate(x)]
+    keys = [rotated(norm_by_hand(layer.key_norm, row @ wide(layer.key)), t) for t, row in enumerate(x)]
     windows = {} if layer.compressor is None else windows_by_hand(layer.compressor, x, range(len(x)))
     index = {} if layer.indexer is None else windows_by_hand(layer.indexer.compressor, x, range(len(x)))
     for t, row in enumerate(x):
@@ -72,17 +72,17 @@ def attention_by_hand(layer, x):
         seen = [end for end in windows if end <= t]
         if layer.indexer is not None:
             weight = row @ wide(layer.indexer.head_weight)
-            each = [turned(low @ wide(layer.indexer.query)[:, h], t) for h in range(8)]
+            each = [rotated(low @ wide(layer.indexer.query)[:, h], t) for h in range(8)]
             scores = [sum(weight[h] * max(each[h] @ index[end], 0) for h in range(8)) for end in seen]
             seen = [seen[i] for i in best(scores, 2)]
         values = [keys[s] for s in range(max(0, t - 3), t + 1)] + [windows[end] for end in seen]
         heads = []
         for h in range(4):
             query = low @ up[:, h]
-            query = turned(query / np.sqrt(np.mean(query**2) + 1e-6), t) * 8**-0.5
+            query = rotated(query / np.sqrt(np.mean(query**2) + 1e-6), t) * 8**-0.5
             shares = np.exp([query @ value for value in values])
             shares /= shares.sum() + np.exp(wide(layer.sink)[h])
-            heads.append(turned(sum(share * value for share, value in zip(shares, values, strict=True)), t, back=True))
+            heads.append(rotated(sum(share * value for share, value in zip(shares, values, strict=True)), t, back=True))
         low = [sum(heads[2 * g + i] @ groups[g, i] for i in range(2)) for g in range(2)]
         out[t] = sum(low[g] @ wide(layer.out_up)[g] for g in range(2))
     return out
@@ -116,7 +116,7 @@ def test_decoding_tokens_and_chunks_matches_one_call(form):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["compressed", "chosen"])
 def test_layer_invariants(form):
-    """Pieces of all lengths, documents, rejected tokens, loops, remat and meshes."""
+    """Pieces of all lengths, packed documents, rejected tokens, scans, remat and meshes."""
     model = filled(decoder(form))
     check_pieces(model, (1,) * 9)
     check_pieces(model, (6, 1, 3))
@@ -161,7 +161,7 @@ def test_compression_windows_need_several_tokens():
 
 
 def test_cache_has_the_keys_that_are_attended_to():
-    """Compressed keys are those of windows: pages, which hold single tokens, hold none of them."""
+    """A compressed key belongs to a window. Pages, which contain single tokens, do not contain compressed keys."""
     assert {
         form: set(CompressedAttentionConfig(**SIZES, **options).cache_shape(8)) for form, options in FORMS.items()
     } == {
@@ -181,7 +181,7 @@ def test_operations_are_counted():
 
 @pytest.mark.slow
 def test_sequences_of_another_cache_length_replace_sequences():
-    """What is beyond a shorter one is empty; of a longer one the windows that fit are there."""
+    """A shorter sequence leaves the remaining slots empty. Of a longer one, the windows that fit are copied."""
 
     def caches(windows, count):
         cache = CompressedShape(windows=windows, size=4, head_dim=8).build(1, 2, jnp.float32)

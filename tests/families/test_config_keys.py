@@ -1,4 +1,4 @@
-"""Keys of `config.json`: what they must be, and that no other is passed over in silence."""
+"""Keys of `config.json`: keys without effect, and refusal of unknown keys."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.errors import refused
 from tests.families.samples import SAMPLES, decode
 
 
-# PretrainedConfig().to_dict() of transformers 4.57. A configuration that is saved with all keys has these keys in each
+# PretrainedConfig().to_dict() of transformers 4.57. A configuration that is saved with all keys has these keys in all
 # of its objects.
 PRETRAINED = {
     **dict(

@@ -1,4 +1,4 @@
-"""Decoders with layers that only one family has: invariants, and comparisons with computations by hand."""
+"""Decoders with layers that only one family has: invariants, and comparisons with NumPy."""
 
 import dataclasses
 
@@ -35,29 +35,29 @@ def model(request):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pieces", [(1,) * 9, (6, 1, 3)], ids=["tokens", "6-1-3"])
-def test_pieces_through_a_cache_equal_one_call(model, pieces):
+def test_pieces_with_a_cache_equal_one_call(model, pieces):
     check_pieces(model, pieces)
 
 
 @pytest.mark.slow
-def test_packed_documents_equal_each_alone(model):
+def test_packed_documents_equal_separate_documents(model):
     check_documents(model)
 
 
 @pytest.mark.slow
-def test_rejected_tokens_leave_no_trace(model):
+def test_rejected_tokens_do_not_change_the_cache(model):
     check_rejection(model)
 
 
 @pytest.mark.slow
-def test_every_execution_gives_the_same(model):
+def test_execution_options_do_not_change_the_result(model):
     check_execution(model, fsdp=2, tensor=2, data=2)
 
 
 # --- DeepSeek with hyper-connections and Engram ---
 
 
-def test_parameters_of_deepseek_custom_are_those_of_the_formula():
+def test_parameter_count_of_deepseek_custom_matches_the_formula():
     vocab, embed, heads, streams = 129_280, 1024, 16, 4
     attention = embed * 384 + 384 + 384 * heads * 48 + embed * 144 + 128 + 128 * heads * 160 + heads * 128 * embed
     attention += 384 * 16 * 64 + embed * 64 + 2 * 64 + embed * 16  # its indexer
@@ -90,7 +90,7 @@ def test_dropout_of_several_streams_depends_on_the_key():
 
 
 @pytest.mark.slow
-def test_tokens_beyond_the_per_layer_table_of_gemma3n_count_as_the_first():
+def test_gemma3n_tokens_beyond_the_per_layer_table_use_its_first_row():
     model = filled(GEMMA3N)
     ctx, x = ed.ForwardContext(positions=jnp.zeros((1, 3), jnp.int32)), jnp.zeros((1, 3, 16))
     found = np.asarray(model.per_layer_embedding(jnp.asarray([[0, 31, 32]]), x, ctx))
@@ -100,12 +100,12 @@ def test_tokens_beyond_the_per_layer_table_of_gemma3n_count_as_the_first():
     assert np.array_equal(last(jnp.asarray([[31, 32]]), x[:, :2], ctx)[:, :, 1], found[:, :, 1])
 
 
-def test_layers_of_gemma4_that_use_others_keys_have_no_cache():
+def test_layers_of_gemma4_with_shared_keys_have_no_cache():
     cache = ed.init_cache(GEMMA4, 1, 8)
     assert [list(layer) for segment in cache.layer_caches for layer in segment] == [["mixer"], ["mixer"], [], []]
 
 
-def test_parts_of_gemma4_that_need_one_another():
+def test_gemma4_refuses_incomplete_combinations():
     with refused(ed.ConfigError, "blocks[1].mixer.kv_shared_from='full_attention'"):
         dataclasses.replace(GEMMA4, blocks=GEMMA4.blocks[:1] + GEMMA4.blocks[3:])
     with refused(ed.ConfigError, "per_layer_embedding", "[]", "[4]"):
@@ -115,7 +115,7 @@ def test_parts_of_gemma4_that_need_one_another():
         model(embeds=np.zeros((1, 3, 16), np.float32))
 
 
-# --- LongCat-Flash: what experts return reaches the stream a block later, once ---
+# --- LongCat-Flash: the output of experts is added one block later, once ---
 
 FIRST, SECOND, *_ = LONGCAT.blocks
 
@@ -125,7 +125,7 @@ def with_blocks(*blocks):
 
 
 @pytest.mark.slow
-def test_a_shortcut_is_a_sum_after_two_blocks():
+def test_shortcut_is_added_after_the_next_block():
     """The expected stream is computed layer by layer with experts that have no shortcut."""
     model, tokens = filled(dataclasses.replace(with_blocks(FIRST, SECOND), final_norm=None)), some_tokens(2, 5)
 
@@ -145,7 +145,7 @@ def test_a_shortcut_is_a_sum_after_two_blocks():
     assert_close(model(tokens).hidden, by_hand(model), units=256)
 
 
-def test_outputs_of_experts_are_used_once():
+def test_expert_outputs_must_be_used_once():
     assert with_blocks(FIRST, SECOND, FIRST, SECOND) == LONGCAT
     with refused(ed.ConfigError, "blocks[0].mlp.shortcut='experts'"):
         with_blocks(FIRST)
@@ -161,7 +161,7 @@ def test_outputs_of_experts_are_used_once():
 
 @pytest.mark.slow
 def test_any_order_of_blocks_runs_as_a_scan():
-    """Also if a segment starts with a block that adds a shortcut, or other blocks are in between."""
+    """Also if a scanned segment starts with a block that adds a shortcut, or if other blocks are in between."""
     plain = dataclasses.replace(SECOND, shortcut_from=None)
     for blocks in (
         (FIRST, plain, SECOND),
@@ -173,7 +173,7 @@ def test_any_order_of_blocks_runs_as_a_scan():
 
 
 @pytest.mark.slow
-def test_padding_goes_to_no_expert():
+def test_padding_is_not_routed_to_experts():
     """Padding is not routed to zero experts either: the result is the output of the shared MLP."""
     layer = filled(LONGCAT).scanned_layers[0].unstacked()[0].mlp
     x, ctx = jnp.ones((1, 3, EMBED)), ed.ForwardContext(jnp.asarray([[0, -1, 1]]))
@@ -189,7 +189,7 @@ def initialized(config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names, make", [("ab", filled), ("abc", initialized)], ids=["ab", "abc"])
-def test_a_block_may_take_and_send_under_one_name(names, make):
+def test_block_may_read_and_write_one_shortcut_name(names, make):
     """The block adds the earlier shortcut, and not the shortcut that it makes under the same name."""
 
     def logits(*names):

@@ -1,4 +1,4 @@
-"""Differential attention against loops in NumPy and float64: two softmax attentions, as DiffLlama's code has them."""
+"""Differential attention against loops in NumPy and float64: two softmax attentions, as in DiffLlama's code."""
 
 import math
 
@@ -31,7 +31,7 @@ def differential(**options) -> DifferentialAttentionConfig:
 
 
 def halves_first(x, weight, bias):
-    """Projections in the order of a checkpoint: all first halves, then all second ones."""
+    """Reorder projections like a checkpoint: all first halves, then all second halves."""
     y = np.einsum("bte,ehsd->bthsd", x, wide(weight)) + (0 if bias is None else wide(bias))
     return y.swapaxes(2, 3).reshape(*x.shape[:2], -1, y.shape[-1])
 
@@ -78,7 +78,8 @@ def test_layer_matches_a_loop(options, kernel):
     x = normal(2, 7, 6)
     out, entries = apply(layer, jnp.asarray(x), context(POSITIONS, SEGMENTS, attention=kernel))
     assert_close(out, differential_by_hand(layer, wide(x), POSITIONS, SEGMENTS), units=128)
-    assert entries.key.shape == entries.value.shape == (2, 7, 2, 8)  # a cache is as large as ordinary attention's
+    # the cache has the same size as in ordinary attention
+    assert entries.key.shape == entries.value.shape == (2, 7, 2, 8)
 
 
 def test_bfloat16_subtracts_in_float32():
@@ -91,7 +92,7 @@ def test_bfloat16_subtracts_in_float32():
 
 @pytest.mark.slow
 def test_layer_number_counts_all_layers():
-    """In cycles of two layers and in a rest, as a new model has them and as they are computed for a loaded one."""
+    """In cycles of two layers and remaining layers, for new models and as they are computed for loaded models."""
     plain = ed.BlockConfig(mixer=differential().attention, mlp=None)
     block = ed.BlockConfig(mixer=differential(), mlp=None)
     config = ed.DecoderConfig(

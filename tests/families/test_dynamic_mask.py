@@ -1,4 +1,4 @@
-"""Dynamic mask attention against loops in NumPy and float64, and a cache that chooses as a whole row does."""
+"""Dynamic mask attention against loops in NumPy and float64; selection with a cache equals selection without."""
 
 import dataclasses
 import math
@@ -25,13 +25,13 @@ SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 0]])
 CONTEXT = context(POSITIONS, SEGMENTS)
 
 
-def masked(top_k=2, **options) -> DynamicMaskConfig:
+def attention_config(top_k=2, **options) -> DynamicMaskConfig:
     sizes = dict(num_heads=4, num_kv_heads=2, head_dim=4, rope=Rope(theta=10.0), qk_norm=QKNorm())
     return DynamicMaskConfig(attention=AttentionConfig(**(sizes | options)), top_k=top_k)
 
 
 def masked_by_hand(layer, x, positions, segments):
-    """Query by query: of the keys that it sees those with the largest biases, the later ones of equals."""
+    """For each query, attend to the visible keys with the largest biases; of equal biases, the later keys are taken."""
     c, groups = layer.config, layer.config.num_heads // layer.config.num_kv_heads
     query, key, value = (np.einsum("bte,ehd->bthd", x, wide(w)) for w in (layer.query, layer.key, layer.value))
     value = value + (wide(layer.value_bias) if c.qkv_bias else 0.0)
@@ -61,7 +61,7 @@ def masked_by_hand(layer, x, positions, segments):
 @pytest.mark.slow(fast=("top_k=9-chunked",))
 @pytest.mark.parametrize(("options", "kernel"), [(dict(qkv_bias=True), "dot"), (dict(top_k=9), "chunked")])
 def test_layer_matches_a_loop(options, kernel):
-    layer = drawn(lambda key: masked(**options).build(6, key=key))
+    layer = drawn(lambda key: attention_config(**options).build(6, key=key))
     x = normal(2, 7, 6)
     out, entries = apply(layer, jnp.asarray(x), context(POSITIONS, SEGMENTS, attention=kernel))
     assert_close(out, masked_by_hand(layer, wide(x), POSITIONS, SEGMENTS), units=128)
@@ -69,16 +69,16 @@ def test_layer_matches_a_loop(options, kernel):
 
 
 @pytest.mark.slow
-def test_a_new_layer_sees_a_window():
-    """Its biases are all one, and of equals the later ones are taken."""
-    layer, x = masked(top_k=3).build(6, key=jax.random.key(0)), jnp.asarray(normal(2, 7, 6))
-    windowed = dataclasses.replace(masked().attention, mask=SlidingWindow(3))
+def test_new_layer_equals_a_sliding_window():
+    """All biases of a new layer are one, and of equal biases the later keys are taken."""
+    layer, x = attention_config(top_k=3).build(6, key=jax.random.key(0)), jnp.asarray(normal(2, 7, 6))
+    windowed = dataclasses.replace(attention_config().attention, mask=SlidingWindow(3))
     windowed = windowed.build(6, key=jax.random.split(jax.random.key(0))[0])
     assert_close(apply(layer, x, CONTEXT)[0], apply(windowed, x, CONTEXT)[0])
 
 
 def test_biases_have_gradients():
-    layer = drawn(lambda key: masked().build(6, key=key))
+    layer = drawn(lambda key: attention_config().build(6, key=key))
     gradient = eqx.filter_jit(eqx.filter_grad(lambda layer, x: jnp.sum(jnp.sin(layer(x, CONTEXT)[0]))))
     gradient = gradient(layer, jnp.asarray(normal(2, 7, 6)))
     assert all(jnp.all(jnp.abs(leaf) > 0) for leaf in (gradient.rate, gradient.step))
@@ -87,9 +87,9 @@ def test_biases_have_gradients():
 @pytest.mark.parametrize("field, value", [("value_dim", 3), ("spans", True), ("kv_shared_from", "it")])
 def test_unsupported_attention_options_are_refused(field, value):
     with refused(ed.ConfigError, f"attention has {field}="):
-        masked(**{field: value})
+        attention_config(**{field: value})
 
 
 def test_windows_are_refused():
     with refused(ed.ConfigError, "mask=SlidingWindow(size=3)"):
-        masked(mask=SlidingWindow(3))
+        attention_config(mask=SlidingWindow(3))

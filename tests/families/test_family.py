@@ -1,4 +1,4 @@
-"""`config.json`, read and written: every family there and back, and files that something has spoiled."""
+"""`config.json` round trips for every family, and random malformed configurations."""
 
 import dataclasses
 import json
@@ -16,8 +16,8 @@ from tests.families.samples import SAMPLES, decode, sample
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_there_and_back(name):
-    """What is written is the same model, and reading it needs no further key."""
+def test_config_round_trips(name):
+    """Encoding and decoding gives the same model, and reading needs no further key."""
     content = SAMPLES[name]
     family = FAMILIES[content["model_type"]]
     config, kept = family.decode(content)
@@ -29,14 +29,14 @@ def test_there_and_back(name):
 
 
 def test_keys_about_the_origin_and_kernels_of_a_model_have_no_effect():
-    """Those that transformers' reader of GGUF files sets, and how transformers runs a model, which is not exported."""
+    """Keys that transformers' GGUF reader sets, and keys that select kernels in transformers; they are not exported."""
     origin = {"_model_name_or_path": "org/name", "_commit_hash": "0123", "_from_auto": True}
     config, kept = FAMILIES["llama"].decode(sample("llama", **origin, _attn_implementation="org/kernel"))
     assert config == decode(sample("llama"))
     assert "_attn_implementation" not in kept
 
 
-def test_keys_with_one_reason_are_each_ignored():
+def test_ignored_keys_may_share_a_reason():
     family = dataclasses.replace(FAMILIES["llama"], ignored_keys={"one two": "why"})
     assert family.ignored_keys == {"one": "why", "two": "why"}
     config, kept = family.decode(sample("llama", one=1, two=2))
@@ -46,7 +46,7 @@ def test_keys_with_one_reason_are_each_ignored():
         family.decode(sample("llama", one=1, three=3))
 
 
-# names of models that Hugging Face does not have begin with these
+# models that are not published on Hugging Face have these prefixes
 UNPUBLISHED = ("gpt3", "maxtext", "qwen3-custom", "deepseek-custom", "tiny-moe", "tiny-vision")
 
 
@@ -65,7 +65,7 @@ def test_every_published_model_has_a_config_json(name):
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_dropout_is_no_part_of_a_checkpoint(kind):
+def test_dropout_is_not_written(kind):
     config = decode(sample(kind))
     block = dataclasses.replace(config.blocks[0], dropout=0.1)
     dropping = dataclasses.replace(config, dropout=0.2, blocks=(block, *config.blocks[1:]))
@@ -81,19 +81,19 @@ ODD = [
 TEXTS = tuple(json.dumps(content) for content in SAMPLES.values())
 
 
-def anything(chance: random.Random, depth: int = 0):
-    """Any JSON value."""
+def any_json(chance: random.Random, depth: int = 0):
+    """Return any JSON value."""
     kind = chance.randrange(6 if depth < 3 else 4)
     if kind < 3:
         return chance.choice(ODD)
     if kind == 3:
         return chance.choice([chance.randrange(-100, 5000), chance.gauss(0, 100), f"{chance.random()}"])
-    values = [anything(chance, depth + 1) for _ in range(chance.randrange(4))]
+    values = [any_json(chance, depth + 1) for _ in range(chance.randrange(4))]
     return values if kind == 4 else {chance.choice(["factor", "type", "x", ""]): value for value in values}
 
 
-def spoiled(chance: random.Random) -> dict:
-    """A valid configuration of some family with keys dropped, swapped, corrupted and invented, in tables too."""
+def changed_config(chance: random.Random) -> dict:
+    """Return a valid configuration in which keys are dropped, swapped, corrupted and added, also in nested objects."""
     content, lender = (json.loads(chance.choice(TEXTS)) for _ in range(2))
     for _ in range(chance.randint(1, 4)):
         table = chance.choice([content, *(value for value in content.values() if isinstance(value, dict))])
@@ -109,19 +109,19 @@ def spoiled(chance: random.Random) -> dict:
         elif action == "borrow":
             table[lent] = lender[lent]
         else:
-            table[key if action == "corrupt" else chance.choice(["bias", "x", "", "head dim"])] = anything(chance)
+            table[key if action == "corrupt" else chance.choice(["bias", "x", "", "head dim"])] = any_json(chance)
     return content
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
-def test_a_spoiled_configuration_is_valid_or_refused(part):
+def test_changed_configurations_are_valid_or_refused(part):
     valid = 0
     for seed in range(500 * part, 500 * (part + 1)):
-        content = spoiled(random.Random(seed))
+        content = changed_config(random.Random(seed))
         family = FAMILIES[content["model_type"]]
         outcome, took = timed(family, content)
-        assert took < 2, seed  # no file keeps its reader busy
+        assert took < 2, seed  # parsing any file takes limited time
         if isinstance(outcome, ed.ConversionError):
             assert len(str(outcome)) < 2000, seed
         else:
@@ -132,7 +132,7 @@ def test_a_spoiled_configuration_is_valid_or_refused(part):
 
 
 def timed(family, content) -> tuple[ed.DecoderConfig | ed.ConversionError, float]:
-    """The configuration or the error, and the seconds of work that it took."""
+    """Return the configuration or the error, and the processor time in seconds."""
     begin = time.process_time()
     try:
         outcome = family.decode(content)[0]
@@ -154,8 +154,8 @@ def test_error_shows_the_differences_from_the_nearest_variant(name):
 @pytest.mark.parametrize(
     "kind, key", [("cohere", "logit_scale"), ("cohere2", "logit_scale"), ("hyperclovax", "logits_scaling")]
 )
-def test_the_scale_of_logits_is_written_as_it_was_read(kind, key):
-    """These families multiply logits, which a configuration divides."""
+def test_logit_scale_round_trips(kind, key):
+    """These families multiply logits by the value; our configuration stores a divisor."""
     for scale in (*(step / 100 for step in range(1, 200)), 3.0, 49.0, 1 / 3, 7e-5):
         config = decode(sample(kind, **{key: scale}))
         assert config.logit_divisor == pytest.approx(1 / scale)

@@ -53,7 +53,7 @@ FALCON_KEYS = ("new_decoder_architecture", "multi_query", "num_kv_heads", "num_l
 ONE_NORM, TWO_NORMS = {"pre_mlp_norm": None}, {"pre_mlp_norm.type": "LayerNormConfig"}
 V2_ROUTER = RouterConfig(order="score_first", scaling_factor=3.0)
 SIZES = drop("num_key_value_heads", "head_dim") | dict(num_attention_heads=4, hidden_size=32)
-# files of these repositories
+# files of these published repositories
 R7B, M2 = "CohereLabs/c4ai-command-r7b-12-2024", "MiniMaxAI/MiniMax-M2"
 MIXTRAL, QWEN3, CODER = "mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-Coder-480B-A35B-Instruct"
 GPT_OSS, SCOUT = "openai/gpt-oss-20b", "meta-llama/Llama-4-Scout-17B-16E"
@@ -86,7 +86,7 @@ def traced(config) -> int:
     return sum(size for size, _ in cycles(config))
 
 
-def borrows(config) -> list[bool]:
+def shares_keys(config) -> list[bool]:
     """Return which layers use the keys and values of an earlier layer."""
     return [mixer.kv_shared_from is not None for mixer in mixers(config)]
 
@@ -102,7 +102,7 @@ def hashed(config) -> list[bool]:
     return [block.mlp.router.hashed_tokens is not None for block in config.blocks]
 
 
-def choices(config) -> str:
+def indexer_kinds(config) -> str:
     """Return a letter per layer of GLM 5: f has an indexer, F shares its selection with later layers, s uses it."""
     names = [(block.mixer.indexer.shares_as, block.mixer.indexer.shared_from) for block in config.blocks]
     return "".join({(None, None): "f", ("choice", None): "F", (None, "choice"): "s"}[pair] for pair in names)
@@ -127,10 +127,10 @@ def models(prefix: str) -> list[str]:
     return [name for name in ed.list_models() if name.startswith(prefix)]
 
 
-# --- values that follow from keys, which survive an export ---
+# --- values that follow from keys, and round trips ---
 
 # fmt: off
-# source, its other keys, values of the configuration
+# source, changed keys, expected values of the configuration
 SETTINGS = [
     row("afmoe", {}, {"embedding_scale": 24**0.5}),
     row("afmoe", drop("mup_enabled"), {"embedding_scale": 1.0}),
@@ -141,7 +141,7 @@ SETTINGS = [
     row("bloom", drop("apply_residual_connection_post_layernorm"), {"residual.keeps_normed": False}),
     row("bloom", dict(apply_residual_connection_post_layernorm=False), {"residual.keeps_normed": False}),
     row("bloom", dict(apply_residual_connection_post_layernorm=True), {"residual.keeps_normed": True}),
-    # published files have the base in the object of attention
+    # in published files, the RoPE base is in the object of attention
     row("dbrx", NO_ROPE | {"attn_config.rope_theta": 5e5}, {"mixer.rope.theta": 5e5}),
     row("dbrx", {"ffn_config.moe_normalize_expert_weights": 1}, {"mlp.router.renormalize": True}),
     row("dbrx", {"ffn_config.moe_normalize_expert_weights": None}, {"mlp.router.renormalize": False}),
@@ -158,7 +158,7 @@ SETTINGS = [
         (dict(compress_rates={SPARSE: 2, HEAVY: 6}), {compressed: ["6", "6", "6", "2 chosen"]}),
         (dict(compress_rate_csa=2, compress_rate_hca=6), {compressed: ["6", "6", "6", "2 chosen"]}),
     )),
-    # a layer without compressed keys has another rotary embedding
+    # layers without compressed keys have another rotary embedding
     row("deepseek_v4", drop("rope_parameters") | dict(rope_theta=7.0, compress_rope_theta=8.0, rope_scaling={
         "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}),
         {"blocks.0.mixer.rope": Rope(theta=7.0, pairing="interleaved"), "blocks.1.mixer.rope.type": "YarnRope",
@@ -186,7 +186,7 @@ SETTINGS = [
         ({}, {rotated: [True, True, True, False]}),
         (dict(sliding_window=7, sliding_window_pattern=2), {rotated: [True, False, True, False]}),
         (dict(sliding_window=None), {rotated: [True] * 4}),
-        # full layers are not rotated where a window could be, even if no layer has it
+        # full-attention layers have no rotary embedding if a window is configured, even if no layer uses the window
         (dict(sliding_window=7, layer_types=[FULL] * 4), {"mixer.rope": None}),
     )),
     *rows("falcon", drop(*FALCON_KEYS), (
@@ -214,7 +214,7 @@ SETTINGS = [
     row("falcon_h1", drop(*FALCON_H1_MULTIPLIERS),
         {"blocks.0.mixer.mixers.0.input_scale": 1.0, "blocks.0.mixer.mixers.1.input_scale": 1.0,
          "blocks.0.mixer.mixers.1.mixer.key_scale": 1.0, "logit_divisor": 1.0}),
-    # "gelu" is the name of the tanh approximation there
+    # Apertus calls the tanh approximation "gelu"
     row("gemma", drop("hidden_activation") | dict(hidden_act="gelu"), {"mlp.activation": "gelu_tanh"}),
     row("gemma", drop("hidden_activation") | dict(hidden_act="gelu_pytorch_tanh"), {"mlp.activation": "gelu_tanh"}),
     row("gemma", drop("hidden_act") | dict(hidden_activation="relu"), {"mlp.activation": "gelu_tanh"}),  # is not read
@@ -224,7 +224,7 @@ SETTINGS = [
     row("gemma2", dict(final_logit_softcapping=None), {"logit_soft_cap": None}),
     row("gemma2", dict(attn_logit_softcapping=None), {"mixer.soft_cap": None}),
     row("gemma3_text", dict(hidden_act="relu"), {"mlp.activation": "gelu_tanh"}),  # is not read
-    # old files have two keys
+    # old files have two separate keys
     row("gemma3_text", GEMMA3_ROPE | dict(rope_scaling=dict(rope_type="linear", factor=4.0)), {
         "mixer.rope": [*[Rope(theta=2e4)] * 2, LinearRope(theta=5e5, factor=4.0), *[Rope(theta=2e4)] * 2]}),
     row("gemma3n_text", drop("activation_sparsity_pattern") | dict(intermediate_size=20),
@@ -237,12 +237,12 @@ SETTINGS = [
          {"mixer.num_kv_heads": [2, 1], "mixer.head_dim": [8, 32]}),
         (dict(global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=False),
          {"mixer.num_kv_heads": [2, 2], "mixer.head_dim": [8, 32]}),
-        # as transformers pads numbers
+        # like the padding in transformers
         (dict(per_layer_config={"01": {"head_dim": 16}}), {"mixer.num_kv_heads": [2, 2], "mixer.head_dim": [8, 16]}),
         (dict(per_layer_config={}), {"mixer.num_kv_heads": [2, 2], "mixer.head_dim": [8, 8]}),
     )),
     row("gemma4_text", drop("per_layer_config") | dict(num_hidden_layers=2, layer_types=[FULL, LOCAL]),
-        {"blocks.1.mixer.mask": Causal()}),  # the last layer sees everything
+        {"blocks.1.mixer.mask": Causal()}),  # the last layer has full attention
     row("glm", {}, {"mixer.rope.pairing": "interleaved"}),
     row("glm4", {}, {"mixer.rope.pairing": "interleaved"}),
     row("glm4_moe", {}, {"mixer.rope.pairing": "half"}),
@@ -250,12 +250,12 @@ SETTINGS = [
         (dict(attention_bias=True), {"mixer.qkv_bias": True, "mixer.out_bias": False}),
     )),
     *rows("glm_moe_dsa", drop("indexer_types", "mlp_layer_types", "layer_types") | dict(num_hidden_layers=6), (
-        ({}, {choices: "ffffff"}),
-        (dict(index_topk_freq=3), {choices: "fFssFs"}),
-        (dict(index_topk_freq=2, index_skip_topk_offset=3), {choices: "ffFsFs"}),
-        (dict(index_topk_pattern="FFSSFS"), {choices: "fFssFs"}),
-        (dict(index_topk_pattern=["full", "full", "shared", "shared", "full", "shared"]), {choices: "fFssFs"}),
-        (dict(indexer_types=["full"] + ["shared"] * 5, index_topk_freq=2), {choices: "Fsssss"}),
+        ({}, {indexer_kinds: "ffffff"}),
+        (dict(index_topk_freq=3), {indexer_kinds: "fFssFs"}),
+        (dict(index_topk_freq=2, index_skip_topk_offset=3), {indexer_kinds: "ffFsFs"}),
+        (dict(index_topk_pattern="FFSSFS"), {indexer_kinds: "fFssFs"}),
+        (dict(index_topk_pattern=["full", "full", "shared", "shared", "full", "shared"]), {indexer_kinds: "fFssFs"}),
+        (dict(indexer_types=["full"] + ["shared"] * 5, index_topk_freq=2), {indexer_kinds: "Fsssss"}),
     )),
     row("glm_moe_dsa", dict(num_nextn_predict_layers=1), {"mtp.block.mixer.indexer.shared_from": None}),
     row("gpt2", {}, {"mixer.query_scale": None}),
@@ -271,12 +271,12 @@ SETTINGS = [
     row("gpt_oss", NO_ROPE,
         {"mixer.rope": YarnRope(theta=150_000.0, factor=32.0, original_length=4096, truncate=False)}),
     row("gpt_oss", NO_ROPE | dict(rope_parameters={"rope_type": "default"}), {"mixer.rope": Rope(theta=150_000.0)}),
-    # that of scores stands in the place of `head_dim ** -0.5`
+    # the key replaces `head_dim ** -0.5`
     *rows(("granite", "granitemoe", "granitemoeshared"), {}, (
         (drop(*GRANITE_MULTIPLIERS), {"mixer.query_scale": 1.0, "residual.residual_scale": 1.0, "embedding_scale": 1.0,
                                       "logit_divisor": 1.0}),
     )),
-    # a model with attention alone, whose file names the sizes of a recurrence all the same
+    # a model with only attention layers, whose file still contains the sizes of recurrent layers
     row("granitemoehybrid", dict(layer_types=["attention"] * 4), {"mixer.type": "AttentionConfig"}),
     row("granitemoehybrid", {}, {"blocks.0.mixer.out_bias": False}),
     row("granitemoehybrid", dict(mamba_proj_bias=True),
@@ -304,7 +304,7 @@ SETTINGS = [
               expert_layer_offset=offset), {softmax: layers, sparse_layer_indices: layers})
         for count, period, offset, layers in ((6, 3, 1, [1, 4]), (5, 5, 2, [2]))
     ]),
-    row("jamba", dict(num_experts=1), {sparse_layer_indices: []}),  # one expert is an MLP
+    row("jamba", dict(num_experts=1), {sparse_layer_indices: []}),  # a single expert is an MLP
     *rows("lfm2", drop(
         "block_auto_adjust_ff_dim", "block_multiple_of", "block_ffn_dim_multiplier", "intermediate_size"), (
         (dict(intermediate_size=12_288), {"mlp.mlp_dim": 8192}),
@@ -347,7 +347,7 @@ SETTINGS = [
         (dict(rope_parameters=dict(rope_type="yarn", factor=2, mscale=1.0, beta_fast=16)),
          {"mixer.rope": YarnRope(factor=2.0, original_length=128, beta_fast=16.0)}),
     )),
-    # sizes that have defaults
+    # sizes with default values
     row("gemma2", SIZES, {"mixer.num_kv_heads": 4, "mixer.head_dim": 256}),
     row("llama", SIZES, {"mixer.num_kv_heads": 4, "mixer.head_dim": 8}),
     row("llama", SIZES | dict(head_dim=None, num_key_value_heads=None), {"mixer.num_kv_heads": 4, "mixer.head_dim": 8}),
@@ -366,10 +366,10 @@ SETTINGS = [
     row("mimo_v2_flash", {},
         {"mixer.num_kv_heads": [1, 2, 2], "mixer.sinks": [False, True, True], "mixer.value_dim": 6,
          "mixer.rope.theta": [1000.0, 100.0, 100.0]}),
-    # an older key counts the tokens before the query
+    # a legacy key excludes the query itself from the window
     row("mimo_v2_flash", drop("mlp_layer_types", "sliding_window") | dict(sliding_window_size=7),
         {"blocks.1.mixer.mask.size": 8}),
-    # transformers' default is softmax in every other layer from the first on; published files have a list
+    # transformers' default: softmax in every second layer, starting with the first; published files have a list
     row("minimax", drop("layer_types") | dict(num_hidden_layers=5), {
         softmax: [0, 2, 4], "blocks.0.residual.stream_scales": (1.3, 1.1), "blocks.0.residual.layer_scales": (0.8, 0.7),
         "blocks.1.residual.stream_scales": (1.2, 1.1), "blocks.1.residual.layer_scales": (0.9, 0.7)}),
@@ -397,7 +397,7 @@ SETTINGS = [
             "blocks.0.mixer.key_dim": 12, "blocks.0.mixer.value_dim": 24})
         for layers, full in ((3, [2]), (6, [3]))
     ]),
-    # nothing is rotated where theta is null; a missing one is transformers' default
+    # null disables the rotary embedding; transformers' default applies if the key is missing
     *rows("olmo_hybrid", drop("rope_theta"), (
         (dict(rope_parameters={"rope_type": "default", "rope_theta": None}), {"blocks.1.mixer.rope": None}),
         (dict(rope_parameters=None, rope_theta=None), {"blocks.1.mixer.rope": None}),
@@ -443,13 +443,13 @@ SETTINGS = [
     row("qwen4_exp_text", dict(layer_types=[LINEAR, FULL]), {"blocks.1.mixer.selection.top_k": 2}),
     row("qwen4_exp_text", drop("layer_types") | dict(num_hidden_layers=4),
         {"mixer.selection.type": ["Absent", "Absent", "Absent", "PooledIndexerConfig"]}),
-    row("qwen4_exp_text", dict(ple_layer_ids=[2, 1], eos_token_id=[7, 3]), {  # layers are counted from one
+    row("qwen4_exp_text", dict(ple_layer_ids=[2, 1], eos_token_id=[7, 3]), {  # layers are counted from 1
         ngrams: [0, 1], "blocks.0.pre_layers.0.layer.layers": (0, 1), "blocks.0.pre_layers.0.layer.layer": 0,
         "blocks.1.pre_layers.0.layer.layer": 1, "blocks.0.pre_layers.0.layer.end_token": 7,
         "blocks.0.pre_layers.0.layer.pad_token": 7}),
     row("qwen4_exp_text", dict(ple_layer_ids=[]), {ngrams: []}),
     row("qwen4_exp_text", dict(ple_layer_ids=None), {ngrams: []}),
-    # `intermediate_size` counts gate and up, and an odd one is rounded down
+    # `intermediate_size` includes gate and up; odd values are rounded down
     *rows("recurrent_gemma", dict(num_hidden_layers=5, intermediate_size=37), (
         (dict(block_types=kinds("raara")), {softmax: [1, 2, 4], "mlp.mlp_dim": 18}),
         (dict(block_types=kinds("ra")), {softmax: [1, 3], "mlp.mlp_dim": 18}),
@@ -459,11 +459,11 @@ SETTINGS = [
     row("rwkv", dict(attention_hidden_size=None, intermediate_size=None, layer_norm_epsilon=0.1), {
         "mixer.channels": 24, "mlp.mlp_dim": 4 * 24, "embedding_norm.eps": 0.1, "pre_mlp_norm.eps": 0.1,
         "final_norm.eps": 1e-5}),
-    # a one in `no_rope_layers` is a layer with a rotary embedding
+    # 1 in `no_rope_layers` means that the layer has a rotary embedding
     row("smollm3", {}, {rotated: [True, False, True, False]}),
     row("smollm3", drop("no_rope_layers"), {rotated: [True, True, True, False]}),
     row("smollm3", drop("no_rope_layers") | dict(no_rope_layer_interval=2), {rotated: [True, False, True, False]}),
-    # rounded up to whole multiples; a share that is no whole number of features is rounded down
+    # rounded up to multiples; a fraction that gives a non-integer number of features is rounded down
     *rows("xlstm", {}, [
         (dict(hidden_size=embed, embedding_dim=embed, ffn_proj_factor=factor, ffn_round_up_to_multiple_of=multiple),
          {"mlp.mlp_dim": features})
@@ -476,7 +476,7 @@ SETTINGS = [
 
 
 @cases("source, keys, values", SETTINGS)
-def test_keys_give_these_values_which_survive_an_export(source, keys, values):
+def test_keys_give_these_values_and_round_trip(source, keys, values):
     content = settings(source, keys)
     config = decode(content)
     assert_values(config, values)
@@ -486,7 +486,7 @@ def test_keys_give_these_values_which_survive_an_export(source, keys, values):
 # --- windows ---
 
 # fmt: off
-# source, keys about windows, the window of each layer; no other key about windows is there
+# source, changed keys of windows, the window of each layer; all other window keys are removed
 WINDOWS = [
     row("afmoe", dict(global_attn_every_n_layers=3), [1024, 1024, None]),
     row("dots1", dict(sliding_window=5, max_window_layers=2), [None, None, 5, 5]),
@@ -500,7 +500,7 @@ WINDOWS = [
     *rows(("gemma2", "gemma3_text", "olmo3", "gpt_oss"), {}, (
         (dict(layer_types=[FULL, LOCAL], sliding_window=3), [None, 3]),
     )),
-    # every sixth layer and the first one are full
+    # every sixth layer and the first layer have full attention
     row("mimo_v2_flash", drop("mlp_layer_types", "sliding_window_size"), [None, 129, 129, 129, 129, None, 129, 129]),
     row("mistral", {}, [4096, 4096]),
     row("mistral", dict(sliding_window=None), [None, None]),
@@ -508,7 +508,7 @@ WINDOWS = [
     row("mistral", dict(sliding_window=7, layer_types=[LOCAL, LOCAL]), [7, 7]),
     row("mixtral", {}, [None, None]),
     row("mixtral", dict(sliding_window=7), [7, 7]),
-    # half of what the encoder of the same name sees
+    # half of the window of ModernBERT's encoder
     row("modernbert-decoder", drop("local_attention", "global_attn_every_n_layers"), [None, 64, 64, None]),
     row("modernbert-decoder", dict(local_attention=15, global_attn_every_n_layers=2), [None, 7, None, 7]),
     row("olmo3", dict(sliding_window=5), [5, 5, 5, None, 5]),
@@ -516,7 +516,7 @@ WINDOWS = [
     row("qwen2", dict(sliding_window=7, max_window_layers=1, use_sliding_window=True), [None, 7, 7]),
     row("qwen2", dict(sliding_window=7, max_window_layers=0, use_sliding_window=True), [7, 7, 7]),
     row("qwen2", dict(use_sliding_window=True), [None] * 28 + [4096] * 2),
-    # windows alternate, and end at a layer
+    # windows in alternate layers, up to a maximum layer
     row("qwen2_moe", dict(use_sliding_window=True, sliding_window=5, max_window_layers=4), [5, None, 5, None, None]),
     row("qwen2_moe", dict(use_sliding_window=True, sliding_window=5), [5, None, 5]),
     row("qwen2_moe", dict(sliding_window=5), [None] * 3),
@@ -533,12 +533,12 @@ WINDOWS = [
 
 
 @cases("source, keys, sizes", WINDOWS)
-def test_windows_of_the_layers(source, keys, sizes):
+def test_keys_give_these_windows(source, keys, sizes):
     config = decode(settings(source, NO_WINDOW | dict(num_hidden_layers=len(sizes)) | keys))
     assert windows(config) == sizes
 
 
-# --- keys that change nothing, or something ---
+# --- equivalent and different keys ---
 
 FACTORS = dict(short_factor=[1.0, 1.1, 1.3], long_factor=[1.2, 3.0, 8.0])  # of the fixture of Phi-3
 ALL_ONES = {key: None for key in sample("falcon_h1") if key.endswith("_multiplier")} | dict(
@@ -546,16 +546,16 @@ ALL_ONES = {key: None for key in sample("falcon_h1") if key.endswith("_multiplie
 )
 
 # fmt: off
-# source, its other keys, other keys that mean the same
+# source, changed keys, equivalent other keys
 EQUAL = [
     row("apertus", dict(mlp_bias=False, post_norm=False, qk_norm=True), {}),  # as in published files
     row("bamba", dict(mamba_d_head="auto"), {}),
     row("dbrx", dict(router_aux_loss_coef=0.05), {}),
-    # transformers does not read an inner theta, and may write the outer value there
+    # transformers ignores an inner theta, and may write the outer value there
     row("deepseek_v4", drop("rope_parameters") | dict(rope_theta=7, rope_scaling=YARN_KEYS | dict(rope_theta=7)),
         drop("rope_parameters") | dict(rope_theta=7.0, rope_scaling=YARN_KEYS)),
     row("dbrx", {"ffn_config.uniform_expert_assignment": False}, {}),
-    row("deepseek_v2", dict(norm_topk_prob=True), dict(norm_topk_prob=False)),  # weights are never divided
+    row("deepseek_v2", dict(norm_topk_prob=True), dict(norm_topk_prob=False)),  # weights are not normalized
     row("falcon_h1", ALL_ONES, drop(*ALL_ONES)),
     # transformers 4 reads and writes these
     *rows("gemma3_text", GEMMA3_ROPE | dict(rope_scaling=dict(factor=4.0)), [
@@ -566,7 +566,7 @@ EQUAL = [
             {"rope_scaling.type": "linear", "rope_scaling.rope_type": None},
         )
     ]),
-    row("gemma4_text", dict(use_bidirectional_attention="vision"), {}),  # images, and there are none
+    row("gemma4_text", dict(use_bidirectional_attention="vision"), {}),  # there are no images
     row("gpt2", drop("n_embd", "n_positions", "n_head", "n_layer") | dict(
         hidden_size=24, max_position_embeddings=32, num_attention_heads=4, num_hidden_layers=2), {}),
     row("gpt2", dict(n_inner=None), dict(n_inner=4 * 24)),  # null in published files
@@ -584,11 +584,12 @@ EQUAL = [
         row("hy_v3", {key: True}, {})  # transformers does not read them
         for key in ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias")
     ),
-    row("internlm3", dict(architectures=["InternLM3ForCausalLM"]), {}),  # classes of code beside the file
+    # names of classes in Python files of the repository
+    row("internlm3", dict(architectures=["InternLM3ForCausalLM"]), {}),
     row("jetmoe", dict(architectures=["JetMoEForCausalLM"]), {}),
     row("llama", dict(temperature=0.6, top_k=20, max_length=4096), {}),
     row("llama", dict(_attn_implementation="org/kernel"), {}),
-    # transformers tests these numbers as booleans: `if mscale and mscale_all_dim`
+    # transformers uses these numbers as booleans: `if mscale and mscale_all_dim`
     *rows(("llama", "deepseek_v3", "gpt_oss"), NO_ROPE | dict(rope_scaling=YARN_KEYS), [
         ({f"rope_scaling.{key}": value for key, value in keys.items()}, NO_ROPE | dict(rope_scaling=YARN_KEYS | same))
         for keys, same in (
@@ -601,14 +602,14 @@ EQUAL = [
             (dict(mscale=0.7, mscale_all_dim=1.0), dict(mscale=0.7, mscale_all_dim=1)),
         )
     ]),
-    row("llama4_text", dict(attn_temperature_tuning=4), {}),  # Scout was published with a number
+    row("llama4_text", dict(attn_temperature_tuning=4), {}),  # Scout was published with an integer
     row("minimax_m3_vl_text", drop("layer_types"), drop("layer_types", "index_block_size")),
     row("mistral", dict(attention_bias=True, mlp_bias=True, use_sliding_window=False, max_window_layers=1), {}),
     # transformers 4 saves `sliding_window`, but not `local_attention`
     row("modernbert-decoder", drop("local_attention") | dict(sliding_window=5),
         drop("sliding_window") | dict(local_attention=10)),
     row("mpt", dict(architectures=["MPTForCausalLM"]), {}),
-    # transformers 5 writes its default sizes for a model without experts
+    # transformers 5 writes default sizes of experts for a model without experts
     row("nemotron_h/model", dict(
         n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=7688, norm_topk_prob=True), {}),
     row("opt", dict(learned_embeddings=True), {}),
@@ -620,7 +621,7 @@ EQUAL = [
         (dict(rope_scaling=dict(type="yarn") | FACTORS), {}),
     )),
     row("phimoe", dict(architectures=["PhiMoEForCausalLM"]), {}),
-    # transformers writes this default for encoders of any depth
+    # transformers writes this default for encoders of any number of layers
     row("qwen2_5_vl/config", {"vision_config.fullatt_block_indexes": [7, 15, 23, 31]},
         {"vision_config.fullatt_block_indexes": []}),
     row("qwen3_moe", dict(num_experts=6), drop("num_experts") | dict(num_local_experts=6)),
@@ -638,13 +639,13 @@ EQUAL = [
 
 
 @cases("source, keys, others", EQUAL)
-def test_these_keys_mean_the_same(source, keys, others):
+def test_these_keys_are_equivalent(source, keys, others):
     config, _, _ = decode_config(settings(source, keys), "config.json")
     assert config == decode(settings(source, others))
 
 
 # fmt: off
-# source, keys with which it is another model
+# source, keys that change the model
 CHANGED = [
     row(MIXTRAL, dict(num_experts_per_tok=1)),
     row(MIXTRAL, dict(sliding_window=4096)),
@@ -687,10 +688,10 @@ def test_these_keys_change_the_model(source, keys):
     assert decode(settings(source, keys)) != decode(settings(source, {}))
 
 
-# --- what is written ---
+# --- exported keys ---
 
 # fmt: off
-# source, its other keys, keys that an export of it has
+# source, changed keys, keys that an export must contain
 WRITTEN = [
     *rows("deepseek2_groups/config", {}, [
         ({f"rope_parameters.{key}": value for key, value in factors.items()},
@@ -719,13 +720,13 @@ WRITTEN = [
     row("modernbert-decoder", dict(classifier_bias=False, decoder_bias=False),
         dict(classifier_bias=False, decoder_bias=False)),
     row("opt", dict(_remove_final_layer_norm=True), dict(_remove_final_layer_norm=True)),
-    # norms after sums: there is no last one to remove
+    # the norms are after the sums, so there is no last norm to remove
     row("opt", dict(_remove_final_layer_norm=True, do_layer_norm_before=False, word_embed_proj_dim=16),
         dict(_remove_final_layer_norm=False)),
     row("Qwen/Qwen2-57B-A14B", {}, dict(use_sliding_window=False, sliding_window=0)),
     row("Qwen/Qwen3-30B-A3B-Instruct-2507", {}, dict(moe_intermediate_size=768, mlp_only_layers=[])),
     row("qwen4_exp_text", dict(ple_layer_ids=[2, 1]), dict(ple_layer_ids=[1, 2])),
-    # a cycle of layers is written once, and `intermediate_size` is even
+    # the layer cycle is written once, and `intermediate_size` is even
     *rows("recurrent_gemma", dict(num_hidden_layers=5, intermediate_size=37), [
         (dict(block_types=kinds(letters)), dict(block_types=kinds(cycle), intermediate_size=36))
         for letters, cycle in (("raara", "raa"), ("ra", "ra"), ("aaaaa", "a"), ("rra", "rra"))
@@ -735,7 +736,7 @@ WRITTEN = [
 
 
 @cases("source, keys, written", WRITTEN)
-def test_an_export_has_these_keys(source, keys, written):
+def test_export_contains_these_keys(source, keys, written):
     content = settings(source, keys)
     again = encode(content)
     assert {path: value_at(again, path) for path in written} == written
@@ -743,14 +744,14 @@ def test_an_export_has_these_keys(source, keys, written):
 
 
 # fmt: off
-# source, values that its configuration gets, family to write it as, what the error names
+# source, changed values of its configuration, family of the export, parts of the error
 NOT_WRITTEN = [
     row("deepseek2_groups/config", {"blocks.0.mixer.query_scale": 0.1}, "deepseek_v2",
         ["blocks[0].mixer.query_scale=0.1"]),
     *(row(kind, {"blocks.0.mixer.out_bias": True, "blocks.1.mixer.out_bias": True}, kind, ["out_bias"])
       for kind in ("glm", "glm4", "glm4_moe", "solar_open")),
     *(row(name, {}, "gemma4_text", ["Gemma4ForCausalLM"]) for name in ("tiny", "gemma3-1b", "deepseek-custom")),
-    # layers that the family does not have
+    # types of layers that the family does not support
     *(row("tiny", {}, family, ["experts"], name=dict(family=family))
       for family in ("afmoe", "deepseek_v3", "ernie4_5_moe", "lfm2_moe")),
     row("afmoe", {"blocks.0.mixer.mask": Bidirectional()}, "afmoe", ["AttentionConfig.mask=Bidirectional("]),
@@ -770,7 +771,7 @@ NOT_WRITTEN = [
 
 
 @cases("source, values, family, names", NOT_WRITTEN)
-def test_models_that_no_keys_describe_are_not_written(source, values, family, names):
+def test_export_refuses_unsupported_configurations(source, values, family, names):
     config = ed.get_config(source) if source in ed.list_models() else decode(settings(source, {}))
     for path, value in values.items():
         config = replaced(config, path, value)
@@ -778,7 +779,7 @@ def test_models_that_no_keys_describe_are_not_written(source, values, family, na
         FAMILIES[family].encode(config)
 
 
-# --- keys that are refused ---
+# --- refused keys ---
 
 
 def refusal(source: str, keys: dict, *names: object) -> pytest.param:
@@ -786,7 +787,7 @@ def refusal(source: str, keys: dict, *names: object) -> pytest.param:
 
 
 # fmt: off
-# source, its other keys, what the error names
+# source, changed keys, parts of the error
 REFUSED = [
     refusal("apertus", dict(mlp_bias=True), "mlp_bias=true"),
     refusal("apertus", dict(post_norm=True), "post_norm=true"),
@@ -833,7 +834,7 @@ REFUSED = [
     refusal("ernie4_5_moe", drop("moe_layer_interval", "moe_layer_end_index") | dict(
         num_hidden_layers=7, moe_layer_start_index=7), "experts"),
     refusal("ernie4_5_moe", dict(num_nextn_predict_layers=1, use_bias=True), "bias", "mtp_linear_proj"),
-    # a pattern in letters needs `layer_types`; transformers does not read it
+    # a pattern of letters requires `layer_types`, because transformers ignores the pattern
     refusal("exaone4", NO_WINDOW | dict(num_hidden_layers=4, sliding_window=7, sliding_window_pattern="LLLG"),
             "sliding_window_pattern=LLLG"),
     refusal("falcon", drop(*FALCON_KEYS) | dict(new_decoder_architecture=True, bias=True), "bias=true"),
@@ -1209,7 +1210,7 @@ MODELS = {
     "command-a-111b": {windows: [4096, 4096, 4096, None] * 16, rotated: [True, True, True, False] * 16},
     "command-r-35b": {"mixer.qk_norm": None},
     "command-r-plus-104b": {"mixer.qk_norm.over": "each_head"},
-    # queries are multiplied by these, to the last bit: (128 + 64) ** -0.5 * (0.1 mscale ln(factor) + 1) ** 2
+    # queries are multiplied by these values, exactly: (128 + 64) ** -0.5 * (0.1 mscale ln(factor) + 1) ** 2
     "deepseek2-16b": {
         "mixer.scale": 0.11472138679292611, "mixer.rope.magnitude": 1.0, cycles: [(1, 1), (1, 26)], num_mixers: 1,
         "mixer.q_rank": None, "mixer.kv_rank": 512, "mixer.rope_dim": 64, "mlp.num_experts": [ABSENT, *[64] * 26],
@@ -1221,7 +1222,7 @@ MODELS = {
     "deepseek3-671b": {"mixer.scale": 0.1352337788608801, "mixer.rope.magnitude": 1.0},
     "kimi-k2-1t": {"mixer.scale": 0.13086079996295005, "mixer.rope.magnitude": 1.0},
     "deepseek-custom": {cycles: [(2, 1), (1, 2), (2, 1)], ngrams: [1, 4]},
-    # near and far keys are rotated alike
+    # sliding and full layers have the same rotary embedding
     "ettin-17m": {"mixer.rope.theta": 160_000.0, windows: [None, 64, 64, None, 64, 64, None]},
     "exaone4-1.2b": {rotated: [True] * 30},
     "gemma-2b": GEMMA | {"embedding_scale": 2048**0.5, cycles: [(1, 18)], "mixer.num_kv_heads": 1},
@@ -1236,21 +1237,21 @@ MODELS = {
         "mixer.rope": by_period([Rope(theta=10_000.0)] * 5 + [LinearRope(theta=1e6, factor=8.0)], 34),
         cycles: [(6, 5), (1, 4)], "embedding_scale": 2560**0.5},
     "gemma3-27b": {"mixer.query_scale": 168**-0.5},
-    # the last layers use the keys and values of the last layer of their kind before them
+    # the last layers share the keys and values of the last earlier layer of their type
     "gemma3n-e2b": {
-        borrows: [False] * 20 + [True] * 10, "shares_kv_as": [None] * 18 + [LOCAL, FULL] + [None] * 10,
+        shares_keys: [False] * 20 + [True] * 10, "shares_kv_as": [None] * 18 + [LOCAL, FULL] + [None] * 10,
         "mixer.mask": [*[SlidingWindow(512)] * 4, Causal()] * 6, "mlp.gate_sparsity": [0.95] * 10 + [0.0] * 20},
     "gemma3n-e4b": {
-        borrows: [False] * 20 + [True] * 15, "shares_kv_as": [None] * 18 + [LOCAL, FULL] + [None] * 15,
+        shares_keys: [False] * 20 + [True] * 15, "shares_kv_as": [None] * 18 + [LOCAL, FULL] + [None] * 15,
         "mixer.mask": [*[SlidingWindow(512)] * 4, Causal()] * 7, "mlp.gate_sparsity": [0.95] * 10 + [0.0] * 25},
     "gemma4-e2b": {
         "mixer.mask": [*[SlidingWindow(512)] * 4, Causal()] * 7, "mixer.query_scale": 1.0,
         "mixer.rope": [*[Rope(theta=10_000.0)] * 4, GEMMA4_ROPE] * 7, "mixer.num_kv_heads": 1,
         "mixer.head_dim": [256, 256, 256, 256, 512] * 7, traced: 12,
-        borrows: [False] * 15 + [True] * 20, "shares_kv_as": [None] * 13 + [LOCAL, FULL] + [None] * 20,
+        shares_keys: [False] * 15 + [True] * 20, "shares_kv_as": [None] * 13 + [LOCAL, FULL] + [None] * 20,
         "mlp.mlp_dim": [6144] * 15 + [2 * 6144] * 20},
     "gemma4-e4b": {
-        borrows: [False] * 24 + [True] * 18, "shares_kv_as": [None] * 22 + [LOCAL, FULL] + [None] * 18,
+        shares_keys: [False] * 24 + [True] * 18, "shares_kv_as": [None] * 22 + [LOCAL, FULL] + [None] * 18,
         "mlp.mlp_dim": 10_240, traced: 15},
     "gemma4-26b": {
         "mixer.mask": [*[SlidingWindow(1024)] * 5, Causal()] * 5, "mixer.query_scale": 1.0,
@@ -1321,7 +1322,7 @@ def test_values_of_published_models(name):
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name == "tiny" or name.startswith("llama")])
-def test_layers_of_llama_are_equal_and_heads_as_wide_as_the_stream(name):
+def test_llama_models_have_equal_layers_and_full_width_heads(name):
     config = ed.get_config(name)
     mixer = config.blocks[0].mixer
     assert cycles(config) == [(1, len(config.blocks))]

@@ -1,4 +1,4 @@
-"""Gated residual streams: against their formula in NumPy, and what multi-token prediction needs beside them."""
+"""Gated residual streams against their formula in NumPy, and in multi-token prediction."""
 
 import dataclasses
 
@@ -25,13 +25,13 @@ X = np.random.default_rng(1).normal(size=(2, 5, STREAMS, EMBED)).astype(np.float
 MATRICES = np.random.default_rng(2).normal(size=(2, EMBED, EMBED)).astype(np.float32)
 
 
-def drawn(module):
+def randomized(module):
     generator = np.random.default_rng(0)
     return jax.tree.map(lambda leaf: jnp.asarray(generator.normal(0.2, 0.7, leaf.shape), leaf.dtype), module)
 
 
 def mean_by_hand(mean, x):
-    """The input of a layer, and the normalized streams side by side."""
+    """Return the input of a layer, and the concatenated normalized streams."""
     n = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 0.01) * (1 + wide(mean.scale))
     flat = n.reshape(2, 5, -1)
     inner = flat @ wide(mean.down) / STREAMS
@@ -39,8 +39,8 @@ def mean_by_hand(mean, x):
     return np.mean(gate * n, axis=2), flat
 
 
-def test_streams_are_read_and_written_by_the_formula():
-    residual = drawn(CONFIG.build(EMBED, branches=2, inner_dim=EMBED, key=jax.random.key(0)))
+def test_residual_matches_the_formula():
+    residual = randomized(CONFIG.build(EMBED, branches=2, inner_dim=EMBED, key=jax.random.key(0)))
     branches = [BlockLayer("", lambda y, m=m: jnp.tanh(y @ m)) for m in MATRICES]
     x = wide(X)
     for connection, matrix in zip(residual.connections, wide(MATRICES), strict=True):
@@ -52,13 +52,13 @@ def test_streams_are_read_and_written_by_the_formula():
     assert_close(run_residual(residual, jnp.asarray(X), [every], ctx=CTX), 3 * X)
 
 
-def test_behind_the_last_layer_is_such_a_mean():
-    maps = drawn(CONFIG.build_maps(EMBED, key=jax.random.key(0)))
+def test_output_is_the_gated_mean_of_the_streams():
+    maps = randomized(CONFIG.build_maps(EMBED, key=jax.random.key(0)))
     assert_close(maps.reduce(jnp.asarray(X), CTX), mean_by_hand(maps, wide(X))[0], units=32)
     assert_close(maps.expand(jnp.asarray(X[:, :, 0]), CTX), np.repeat(X[:, :, :1], STREAMS, axis=2))
 
 
-def test_depths_of_prediction_read_all_streams():
+def test_mtp_depths_read_all_streams():
     config = rich_decoder(2)
     blocks = tuple(dataclasses.replace(block, residual=CONFIG) for block in config.blocks)
     config = with_mtp(dataclasses.replace(config, blocks=blocks), 1)

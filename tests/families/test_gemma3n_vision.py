@@ -1,4 +1,4 @@
-"""Gemma 3n with images and audio, compared with transformers and timm: settings, tensors, and what fills clips up."""
+"""Gemma 3n with images and audio against transformers and timm: settings, tensors, and padding of clips."""
 
 import dataclasses
 import json
@@ -49,18 +49,18 @@ def changed(part: str, **keys) -> dict:
     return CONTENT | {part: CONTENT[part] | keys}
 
 
-# --- beside transformers ---
+# --- comparison with transformers ---
 
 
 @pytest.mark.slow
-def test_logits_are_those_of_transformers(model):
-    """Of images and audio, of tokens that the encoders have, and of such as fill a clip up."""
+def test_logits_match_transformers(model):
+    """With images, audio, tokens from the vocabularies of the encoders, and clips padded with a special token."""
     media = ed.Media.create(model.config, **INPUTS)
     assert_allclose(model(IDS, media=media).logits, ARRAYS["logits"], atol=1e-4)
 
 
 @pytest.mark.slow
-def test_features_and_greedy_tokens_are_those_of_transformers(model):
+def test_features_and_greedy_tokens_match_transformers(model):
     media, count = ed.Media.create(model.config, **INPUTS), ARRAYS["generated_ids"].shape[1]
     features = np.asarray(model.encode(media).features)[: len(ARRAYS["features"])]
     assert_allclose(features, ARRAYS["features"], atol=2e-5)
@@ -69,8 +69,8 @@ def test_features_and_greedy_tokens_are_those_of_transformers(model):
 
 
 @pytest.mark.slow
-def test_images_or_audio_alone_give_the_same(model):
-    """A row of the batch sees its own: the audio without the images, and in rows of other lengths."""
+def test_images_and_audio_of_other_rows_have_no_effect(model):
+    """Rows with only images or only audio, also with other lengths."""
     of_audio = {name: INPUTS[name] for name in ("input_features", "input_features_mask")}
     media = ed.Media.create(model.config, IDS[1:], **of_audio)
     assert_allclose(model(IDS[1:], media=media).logits, ARRAYS["logits"][1:], atol=1e-4)
@@ -79,8 +79,8 @@ def test_images_or_audio_alone_give_the_same(model):
 
 
 @pytest.mark.slow
-def test_rows_may_be_longer(model):
-    """As other processes have made them, or an engine; audio clips are still filled up."""
+def test_padded_media_arrays_give_equal_features(model):
+    """As in a run with several processes, or in an engine. Audio clips are still padded by their special token."""
     media, count = ed.Media.create(model.config, **INPUTS), len(ARRAYS["features"])
     long = dict(input_features=np.zeros((3, 40, 6)), input_features_mask=np.ones((3, 40)))
     other = ed.Media.create(model.config, np.full((1, 15), AUDIO), **long)
@@ -94,7 +94,7 @@ def test_rows_may_be_longer(model):
 
 
 @pytest.mark.slow
-def test_an_export_is_the_same_to_the_bit(tmp_path):
+def test_export_is_bit_equal(tmp_path):
     model = ed.load_hf(DIRECTORY, dtype=None)
     ed.save_hf(model, tmp_path / "new")
     before, after = (load_file(folder / "model.safetensors") for folder in (DIRECTORY, tmp_path / "new"))
@@ -110,15 +110,15 @@ def test_an_export_is_the_same_to_the_bit(tmp_path):
     assert [[one | other for one, other in zip(*each, strict=True)] for each in blocks] == ARGS["block_args"]
 
 
-def test_the_decoder_alone(model):
+def test_decoder_without_encoders(model):
     text = ed.abstract_hf(DIRECTORY, text_only=True)
     assert text.config == dataclasses.replace(model.config, media=None)
     assert text.origin.family == "gemma3n_text"
 
 
 @pytest.mark.slow
-def test_every_way_to_run_gives_the_same(model):
-    """Layers in a scan or one by one, computed again or kept; rows and heads on several devices."""
+def test_execution_options_do_not_change_the_result(model):
+    """With and without scan and remat, and with sharded rows and heads."""
     for options in (dict(scan=False), dict(remat="full")):
         media = ed.Media.create(model.config, **INPUTS)
         assert_allclose(
@@ -130,8 +130,8 @@ def test_every_way_to_run_gives_the_same(model):
 
 
 @pytest.mark.slow
-def test_a_cache_goes_on_with_the_encoders_own_tokens(model):
-    """One token at a time, among them such as only the encoders have."""
+def test_decoding_accepts_tokens_of_the_encoder_vocabularies(model):
+    """One token at a time."""
     ids = np.asarray([[3, 52, 54, 58, 56, 7]], np.int32)
     whole = model(ids).logits
     cache = ed.init_cache(model.config, 1, 8, dtype=jnp.float32)
@@ -141,10 +141,10 @@ def test_a_cache_goes_on_with_the_encoders_own_tokens(model):
         assert_allclose(out.logits[:, 0], whole[:, index], atol=1e-5)
 
 
-# --- parts ---
+# --- layers ---
 
 
-def test_a_cumulative_norm_is_that_of_each_clip():
+def test_cumulative_norm_restarts_at_each_clip():
     x, first = np.random.default_rng(0).normal(size=(1, 5, 3, 2)).astype(np.float32), np.asarray([[1, 0, 0, 1, 0]]) > 0
     norm = dataclasses.replace(CumulativeNormConfig(eps=0.1).build(2), scale=jnp.asarray([0.5, 2.0]))
     found = eqx.filter_jit(norm)(jnp.asarray(x), first)
@@ -159,7 +159,7 @@ def test_a_cumulative_norm_is_that_of_each_clip():
 
 @pytest.mark.slow(fast=("same-0",))
 @pytest.mark.parametrize("edges, before", [("same", 0), ("equal", 1)])
-def test_zeros_stand_behind_an_image_or_on_both_sides(edges, before):
+def test_convolution_pads_after_the_image_or_on_both_sides(edges, before):
     layer = build_depthwise(2, 3, stride=2, edges=edges, key=jax.random.key(0))
     x = np.random.default_rng(0).normal(size=(1, 4, 4, 2)).astype(np.float32)
     wide = np.pad(x[0], ((before, 2), (before, 2), (0, 0)))
@@ -170,7 +170,7 @@ def test_zeros_stand_behind_an_image_or_on_both_sides(edges, before):
 
 
 @pytest.mark.slow
-def test_attention_of_all_pixels_is_its_formula():
+def test_attention_over_pixels_matches_the_formula():
     config = PlaneAttentionConfig(dim=6, num_heads=2, head_dim=3)
     block = config.build(6, edges="same", layer_scale=0.5, key=jax.random.key(0))
     x = np.random.default_rng(0).normal(size=(1, 2, 3, 6)).astype(np.float32)
@@ -200,8 +200,8 @@ def test_gradients_reach_every_weight_of_the_encoders(model):
 
 
 @pytest.mark.slow
-def test_the_published_settings():
-    """Of files that leave all out; and the number of weights of the published network, as timm counts."""
+def test_published_settings():
+    """Files without explicit settings; and the parameter count of the published network in timm."""
     config = ed.get_config("gemma3n-e4b-vision")
     written = FAMILIES["gemma3n"].encode(config)
     assert written["vision_config"]["model_args"] is None
@@ -215,7 +215,7 @@ def test_the_published_settings():
     assert base == architectures()["mobilenetv5_base"] != architectures()["mobilenetv5_300m"]
 
 
-def test_settings_of_another_network_come_back():
+def test_settings_of_another_network_round_trip():
     stages = (
         (EdgeResidualConfig(dim=16, kernel=5, stride=2, expansion=1.5), EdgeResidualConfig(dim=16)),
         (
@@ -255,13 +255,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("given", "names"), REFUSED.values(), ids=REFUSED)
-def test_arrays_that_do_not_fit_are_refused(given, names):
+def test_refuses_inconsistent_arrays(given, names):
     with refused(ed.DataError, *names):
         created(**given)
 
 
-def test_images_of_a_planned_step_are_whole():
-    """Of the nearest size below that the network takes."""
+def test_images_of_a_planned_step_have_a_supported_size():
+    """The largest supported size up to the given one."""
     config = decode(CONTENT)
     media = abstract_media(config, ed.Layout(), 2, 10, images=2, side=40)
     assert media.images.patches.shape == (4, 4, 3 * 16 * 16) and media.index.shape == (2, 10)

@@ -1,4 +1,4 @@
-"""Gemma 4 with audio, compared with transformers: settings and tensors both ways, and independent clips."""
+"""Gemma 4 with audio against transformers: settings, tensors, and independence of the clips in a batch."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def decode(content) -> ed.DecoderConfig:
 
 
 def changed(**keys) -> dict:
-    """The settings of the stored model with others of its encoder of audio."""
+    """Return the settings of the stored model with changed settings of the audio encoder."""
     return CONTENT | {"audio_config": CONTENT["audio_config"] | keys}
 
 
@@ -50,7 +50,7 @@ def media(model):
 
 @pytest.fixture(scope="module")
 def encode(model):
-    """The features of audio with so many frames, in one array that is longer by `more`."""
+    """Return the features of audio with these numbers of frames, in an array that is `more` frames longer."""
 
     @eqx.filter_jit
     def features(model, media):
@@ -70,25 +70,25 @@ def encode(model):
     return run
 
 
-# --- beside transformers ---
+# --- comparison with transformers ---
 
 
 @pytest.mark.slow
-def test_features_and_logits_are_those_of_transformers(model, media):
+def test_features_and_logits_match_transformers(model, media):
     features = np.asarray(model.encode(media).features)[: len(ARRAYS["features"])]
     assert_allclose(features, ARRAYS["features"], atol=1e-5)
     assert_allclose(model(IDS, media=media).logits, ARRAYS["logits"], atol=1e-4)
 
 
 @pytest.mark.slow
-def test_greedy_tokens_are_those_of_transformers(model, media):
+def test_greedy_tokens_match_transformers(model, media):
     count = ARRAYS["generated_ids"].shape[1]
     made = ed.generate(model, IDS, media=media, max_new_tokens=count, sampler=ed.Greedy(), stop_ids=())
     assert np.array_equal(made, ARRAYS["generated_ids"])
 
 
 @pytest.mark.slow
-def test_an_export_is_the_same_to_the_bit(model, tmp_path):
+def test_export_is_bit_equal(model, tmp_path):
     ed.save_hf(model, tmp_path / "new")
     before, after = (load_file(folder / "model.safetensors") for folder in (DIRECTORY, tmp_path / "new"))
     assert before.keys() == after.keys()
@@ -102,15 +102,15 @@ def test_an_export_is_the_same_to_the_bit(model, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_decoder_alone(model):
+def test_decoder_without_encoders(model):
     text = ed.load_hf(DIRECTORY, attention="dot", text_only=True)
     assert text.audio is None and text.config.media is None
     ids = np.where(IDS > 50, 1, IDS)[:, :12]
     assert_array_equal(text(ids).logits, model(ids).logits)
 
 
-def test_which_matrices_are_clipped(model):
-    """All of the layers but those of distances; their bounds are not trained."""
+def test_clipped_matrices(model):
+    """All matrices of the layers except the relative position embeddings. The bounds are not trained."""
     bounded = {path.removesuffix(".input_min") for path in axes(model) if path.endswith(".input_min")}
     own = {path.split("unit.0.")[1] for path in bounded if path.startswith("audio.")}
     assert own == {
@@ -125,8 +125,8 @@ def test_which_matrices_are_clipped(model):
 
 
 @pytest.mark.slow
-def test_the_published_settings():
-    """What transformers writes of the encoder of e2b and e4b, around it what it writes of any."""
+def test_published_settings():
+    """The audio settings of e2b and e4b as transformers writes them, including its default keys."""
     table = dict(
         _name_or_path="", architectures=None, attention_chunk_size=12, attention_context_left=13,
         attention_context_right=0, attention_invalid_logits_value=-1e9, attention_logit_cap=50.0,
@@ -147,7 +147,7 @@ def test_the_published_settings():
 
 @pytest.mark.slow(fast=("0", "1", "2", "3"))
 @pytest.mark.parametrize("seed", range(8))
-def test_settings_of_drawn_models_come_back(seed):
+def test_settings_of_random_models_round_trip(seed):
     draw = np.random.default_rng(seed)
     heads, bands = int(draw.integers(1, 4)), 4 * int(draw.integers(1, 6))
     sizes = ConformerSizes(
@@ -170,7 +170,7 @@ def test_settings_of_drawn_models_come_back(seed):
     )
     audio = gemma4_audio(sizes, out_dim=16)
     plain = decode(CONTENT)
-    seen = plain.media.vision if seed % 3 else None  # it may hear and see nothing
+    seen = plain.media.vision if seed % 3 else None  # audio and images are optional
     text = dataclasses.replace(plain, media=None)
     config = gemma4_vision(
         text, seen, audio=audio, image_spans=False, audio_token=seed + 3, image_token=1, video_token=2
@@ -180,12 +180,12 @@ def test_settings_of_drawn_models_come_back(seed):
     assert ed.DecoderConfig.from_json(config.to_json()) == config
 
 
-def test_placeholders_are_of_one_kind_each():
+def test_placeholder_tokens_must_differ():
     with refused(ed.EqxDecodersError, "ids"):
         decode(CONTENT | {"audio_token_id": IMAGE})
 
 
-def test_other_encoders_are_not_written():
+def test_unsupported_encoders_are_not_written():
     config = decode(CONTENT)
     audio = config.media.audio
     block = audio.blocks[0]
@@ -208,8 +208,8 @@ LENGTHS = [1, 4, 5, 15, 16, 17, 33, 47, 64]
 
 
 @pytest.mark.slow
-def test_an_audio_alone_is_what_it_is_among_others(encode):
-    """One frame, lengths around the edges of chunks; padded, and packed into rows with others."""
+def test_clips_of_a_batch_equal_separate_clips(encode):
+    """One frame, and lengths around chunk boundaries; padded, and packed with other clips."""
     alone = encode([47])[0], encode([16])[0], encode([1])[0]
     together = dict(zip(LENGTHS, encode(LENGTHS, more=3), strict=True))
     for length, own in zip((47, 16, 1), alone, strict=True):
@@ -219,8 +219,8 @@ def test_an_audio_alone_is_what_it_is_among_others(encode):
         assert_allclose(one, other, atol=2e-5)
 
 
-def test_what_stands_in_padding_is_not_seen(model, media):
-    """transformers' inputs have numbers there, too; infinite ones would be."""
+def test_padding_has_no_effect(model, media):
+    """transformers' inputs have finite values in the padding. Infinite values must not change the features either."""
     mask = INPUTS["input_features_mask"]
     other = np.where(mask[..., None], INPUTS["input_features"], np.nan)
     again = ed.Media.create(model.config, **INPUTS | {"input_features": other})
@@ -232,14 +232,14 @@ def test_what_stands_in_padding_is_not_seen(model, media):
     "options",
     [dict(scan=False), dict(remat="full"), dict(remat="none")],
 )
-def test_every_way_to_run_gives_the_same(model, encode, options):
-    """Layers in a scan or one by one, computed again or kept."""
+def test_execution_options_do_not_change_the_result(model, encode, options):
+    """With and without scan and remat."""
     for one, other in zip(encode([33, 5], by=model.replace(**options)), encode([33, 5]), strict=True):
         assert_allclose(one, other, atol=2e-5)
 
 
 @pytest.mark.slow
-def test_gradients_are_finite_differences_and_the_same_without_a_scan(model, media):
+def test_gradients_equal_finite_differences_with_and_without_scan(model, media):
     wanted = jnp.asarray(ARRAYS["features"])
 
     @eqx.filter_jit
@@ -273,8 +273,8 @@ def test_gradients_are_finite_differences_and_the_same_without_a_scan(model, med
 
 
 @pytest.mark.slow
-def test_a_mesh_gives_the_same(model):
-    """Rows on different devices, tokens of a row on different devices, heads, too."""
+def test_mesh_does_not_change_the_features(model):
+    """With sharded rows, sharded tokens, and sharded heads."""
     wanted = np.tile(ARRAYS["logits"], (2, 1, 1))
     ids = np.tile(IDS, (2, 1))
     twice = {name: np.concatenate([INPUTS[name]] * 2) for name in INPUTS if name not in ("input_ids", "pixel_values")}
@@ -305,12 +305,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("given", "names"), REFUSED.values(), ids=REFUSED)
-def test_arrays_that_do_not_fit_are_refused(given, names):
+def test_refuses_inconsistent_arrays(given, names):
     with refused(ed.DataError, *names):
         created(**given)
 
 
-def test_both_names_of_the_mask():
+def test_accepts_both_names_of_the_mask():
     mask = np.arange(12)[None] < 9
     one = created(input_features_mask=mask)
     other = created(input_features_mask=None, feature_attention_mask=mask)

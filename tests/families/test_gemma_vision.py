@@ -1,4 +1,4 @@
-"""Gemma 3 and 4 with images: settings and tensors both ways, clipped products, and images of any size."""
+"""Gemma 3 and 4 with images: settings and tensors in both directions, clipped products, and images of any size."""
 
 import dataclasses
 import itertools
@@ -59,7 +59,10 @@ TEXT = np.asarray([[7, 1, 3, 9, 4]], np.int32)
 
 
 def patches_of(pixels: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """An image `[channels, height, width]` as Gemma 4's processor cuts it, and column and row of each patch."""
+    """Cut an image `[channels, height, width]` like the processor of Gemma 4.
+
+    Returns patches, and their columns and rows.
+    """
     cut = range(0, pixels.shape[1], size), range(0, pixels.shape[2], size)
     places = list(itertools.product(*cut))
     made = [np.moveaxis(pixels[:, y : y + size, x : x + size], 0, -1).reshape(-1) for y, x in places]
@@ -67,7 +70,7 @@ def patches_of(pixels: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def padded(images: list[np.ndarray], length: int, order: int | None = None) -> dict[str, np.ndarray]:
-    """Images in rows of so many patches, in their order or in a drawn one."""
+    """Pad images to `length` patches. `order`: seed of a random order of the patches."""
     values = np.zeros((len(images), length, 12), np.float32)
     places = np.full((len(images), length, 2), -1)
     for index, image in enumerate(images):
@@ -77,16 +80,16 @@ def padded(images: list[np.ndarray], length: int, order: int | None = None) -> d
     return dict(pixel_values=values, image_position_ids=places)
 
 
-def drawn(*shapes: tuple[int, int]) -> list[np.ndarray]:
+def random_images(*shapes: tuple[int, int]) -> list[np.ndarray]:
     generator = np.random.default_rng(1)
     return [generator.uniform(size=(3, *shape)).astype(np.float32) for shape in shapes]
 
 
-IMAGES = drawn((8, 8), (4, 8), (8, 4))  # of 4, 2 and 2 tokens
+IMAGES = random_images((8, 8), (4, 8), (8, 4))  # with 4, 2 and 2 tokens
 
 
-def seen(config) -> dict[str, np.ndarray]:
-    if config is MODELS["gemma3"]:  # all of one size
+def image_arrays(config) -> dict[str, np.ndarray]:
+    if config is MODELS["gemma3"]:  # all images have the same size
         return dict(pixel_values=np.random.default_rng(1).normal(size=(2, 3, 8, 8)).astype(np.float32))
     return padded(IMAGES, 18)
 
@@ -103,8 +106,8 @@ def sample(name: str, **keys) -> dict:
     return encode(MODELS[name]) | keys
 
 
-def with_bounds_drawn(model):
-    """With bounds on both sides of 0, as they are measured."""
+def with_random_bounds(model):
+    """Replace bounds by random values on both sides of 0, like measured bounds."""
     ends = {"input_min": -0.5, "input_max": 0.4, "output_min": -0.3, "output_max": 0.6}
 
     def changed(path, leaf):
@@ -116,7 +119,7 @@ def with_bounds_drawn(model):
 
 @pytest.fixture(scope="module", params=["gemma3", pytest.param("whole", marks=pytest.mark.slow), "clipped"])
 def model(request):
-    return with_bounds_drawn(filled(MODELS[request.param], attention="dot"))
+    return with_random_bounds(filled(MODELS[request.param], attention="dot"))
 
 
 @pytest.fixture(scope="module")
@@ -137,14 +140,14 @@ def same_weights(one, other):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_settings_come_back(name):
+def test_settings_round_trip(name):
     written = encode(MODELS[name])
     assert decode(written) == MODELS[name]
     assert encode(decode(written)) == written
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_settings_of_drawn_models_come_back(seed):
+def test_settings_of_random_models_round_trip(seed):
     draw = np.random.default_rng(seed)
     heads, merge, layers = (int(draw.integers(1, 4)) for _ in range(3))
     sizes = dict(embed_dim=12 * heads, layers=layers, heads=heads, mlp_dim=int(draw.integers(1, 40)), out_dim=16)
@@ -225,7 +228,7 @@ GEMMA4_31B = dict(
 @pytest.mark.parametrize(
     ("name", "content"), [("gemma3-4b-vision", GEMMA3_4B), ("gemma4-31b-vision", GEMMA4_31B)], ids=["4b", "31b"]
 )
-def test_the_published_settings_are_ours(name, content):
+def test_published_settings(name, content):
     family = find_family(content["model_type"])
     config, kept = family.decode(json.loads(json.dumps(content)))
     assert config == ed.get_config(name)
@@ -235,12 +238,12 @@ def test_the_published_settings_are_ours(name, content):
 
 @pytest.mark.slow(fast=("4b-4300079472",))
 @pytest.mark.parametrize(("name", "count"), [("4b", 4_300_079_472), ("12b", 12_187_325_040), ("27b", 27_432_406_640)])
-def test_parameters_are_the_published_ones(name, count):
+def test_parameter_counts_of_published_models(name, count):
     assert ed.count_parameters(ed.get_config(f"gemma3-{name}-vision")) == count
 
 
 @pytest.mark.parametrize("name", ["gemma4-e2b", "gemma4-e4b", "gemma4-26b", "gemma4-31b"])
-def test_the_decoder_of_published_models_is_that_of_text(name):
+def test_decoders_with_encoders_equal_text_decoders(name):
     config = ed.get_config(f"{name}-vision")
     spans = [block.mixer.spans for block in config.blocks]
     large = name in ("gemma4-26b", "gemma4-31b")
@@ -250,7 +253,7 @@ def test_the_decoder_of_published_models_is_that_of_text(name):
     assert dataclasses.replace(config, blocks=tuple(plain), media=None) == ed.get_config(name)
 
 
-def test_other_spellings_of_the_same():
+def test_equivalent_settings():
     content = sample("gemma3")
     content["image_token_id"] = content.pop("image_token_index")
     content["vision_config"] = content["vision_config"] | {"vision_use_head": True}
@@ -282,18 +285,18 @@ def test_other_spellings_of_the_same():
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else value if isinstance(value, str) else "",
 )
-def test_keys_that_are_refused(name, table, keys, names):
+def test_unsupported_keys_are_refused(name, table, keys, names):
     content = sample(name)
     content |= keys if table is None else {table: content[table] | keys}
     with refused(ed.ConversionError, *names):
         decode(content)
 
 
-def test_which_layers_see_images_whole():
+def test_layers_with_bidirectional_attention_within_images():
     spans = {name: [block.mixer.spans for block in config.blocks] for name, config in MODELS.items()}
     assert spans == {"gemma3": [True, True], "whole": [True, False], "clipped": [False, False]}
     for name, config in MODELS.items():
-        given = ed.Media.create(config, IDS, **seen(config)).spans
+        given = ed.Media.create(config, IDS, **image_arrays(config)).spans
         assert (given is None) == (name == "clipped")
 
 
@@ -301,19 +304,19 @@ def test_which_layers_see_images_whole():
 
 
 @pytest.mark.slow
-def test_an_export_gives_equal_logits(model, exported):
+def test_exported_model_has_equal_logits(model, exported):
     again = ed.load_hf(exported, attention="dot")
     same_weights(again, model)
     again = dataclasses.replace(again, origin=None)
     assert again.config == model.config
-    media = ed.Media.create(model.config, IDS, **seen(model.config))
+    media = ed.Media.create(model.config, IDS, **image_arrays(model.config))
     one, other = (np.asarray(each(IDS, media=media).logits) for each in (model, again))
     assert_array_equal(one, other)
     assert np.isfinite(one).all()
 
 
 @pytest.mark.slow
-def test_the_decoder_alone_is_that_of_the_whole(model, exported, tmp_path):
+def test_decoder_without_encoders(model, exported, tmp_path):
     text = ed.load_hf(exported, attention="dot", text_only=True)
     assert text.vision is None and text.config.media is None
     assert_allclose(np.asarray(text(TEXT).logits), np.asarray(model(TEXT).logits), rtol=0, atol=1e-6)
@@ -327,8 +330,8 @@ def test_the_decoder_alone_is_that_of_the_whole(model, exported, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["whole"], indirect=True)
-def test_audio_are_left_out_of_the_decoder_alone(exported, tmp_path):
-    """Whatever their encoder is: of a directory that else is refused."""
+def test_decoder_loads_without_an_unsupported_audio_encoder(exported, tmp_path):
+    """The complete model cannot be loaded."""
     content = json.loads((exported / "config.json").read_text())
     tensors = load_file(exported / "model.safetensors")
     tensors["model.audio_tower.layers.0.weight"] = np.ones((2, 2), np.float32)
@@ -341,7 +344,7 @@ def test_audio_are_left_out_of_the_decoder_alone(exported, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["clipped"], indirect=True)
-def test_bounds_are_single_numbers_of_each_layer(model, exported):
+def test_bounds_are_scalars_of_each_layer(model, exported):
     tensors = load_file(exported / "model.safetensors")
     bounds = {name: tensor for name, tensor in tensors.items() if name.endswith(("_min", "_max"))}
     assert len(bounds) == 2 * 7 * 4 and {tensor.shape for tensor in bounds.values()} == {()}
@@ -351,8 +354,8 @@ def test_bounds_are_single_numbers_of_each_layer(model, exported):
 
 
 @pytest.mark.slow(fast=("clipped",))
-def test_weights_come_and_go_on_a_mesh(model, exported, tmp_path):
-    """Layers, and with them their bounds, on different devices."""
+def test_sharded_weights_round_trip(model, exported, tmp_path):
+    """Layers and their bounds are on different devices."""
     placed = ed.load_hf(exported, layout=ed.Layout.create(stage=2, fsdp=4))
     same_weights(placed, model)
     ed.save_hf(placed, tmp_path / "again")
@@ -379,13 +382,13 @@ OTHER_NAMES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["gemma3"], indirect=True)
 @pytest.mark.parametrize("names", OTHER_NAMES.values(), ids=OTHER_NAMES)
-def test_other_names_of_the_tensors_of_gemma_3(names, model, exported, tmp_path):
+def test_alternative_tensor_names_of_gemma_3(names, model, exported, tmp_path):
     def named(name: str) -> str:
         begin = next((begin for begin in names if name.startswith(begin)), "")
         return names.get(begin, "") + name.removeprefix(begin)
 
     tensors = {named(name): tensor for name, tensor in load_file(exported / "model.safetensors").items()}
-    tensors[named("vision_tower.head.probe")] = np.ones((1, 1, 8), np.float32)  # nothing reads it
+    tensors[named("vision_tower.head.probe")] = np.ones((1, 1, 8), np.float32)  # unused
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((exported / "config.json").read_text())
     same_weights(ed.load_hf(tmp_path), model)
@@ -406,7 +409,7 @@ def clipped(*bounds: float) -> ClippedWeight:
 
 @pytest.mark.slow(fast=("True",))
 @pytest.mark.parametrize("flatten", [False, True])
-def test_bounds_clip_on_both_sides(flatten):
+def test_inputs_and_outputs_are_clipped(flatten):
     got = einsum(PATTERN, jnp.asarray(X), clipped(-0.5, 0.7, -0.9, 0.4), layout=layout_of(flatten=flatten))
     want = np.clip(np.clip(X, -0.5, 0.7) @ W, -0.9, 0.4)
     assert_allclose(np.asarray(got), want, rtol=0, atol=1e-6)
@@ -414,7 +417,7 @@ def test_bounds_clip_on_both_sides(flatten):
 
 
 @pytest.mark.slow
-def test_infinite_bounds_change_nothing():
+def test_infinite_bounds_have_no_effect():
     infinite = clipped(-np.inf, np.inf, -np.inf, np.inf)
 
     def loss(x, weight):
@@ -428,8 +431,8 @@ def test_infinite_bounds_change_nothing():
 
 
 @pytest.mark.slow
-def test_gradients_pass_within_the_bounds():
-    """Ends included, as in torch; none reaches the bounds."""
+def test_gradients_are_zero_outside_of_the_bounds():
+    """The ends of the interval have gradients, as in torch. The bounds have no gradient."""
     x = X.copy()
     x[0, 0, :2] = -0.5, 0.7
     weight = clipped(-0.5, 0.7, -0.9, 0.4)
@@ -444,10 +447,10 @@ def test_gradients_pass_within_the_bounds():
 
 
 @pytest.mark.slow
-def test_an_encoder_with_new_bounds_is_that_without():
+def test_new_bounds_do_not_change_an_encoder():
     plain = filled(MODELS["whole"], attention="dot")
     bounded = eqx.tree_at(lambda model: model.vision.scanned_layers, plain, with_clipping(plain.vision.scanned_layers))
-    media = ed.Media.create(plain.config, IDS, **seen(plain.config))
+    media = ed.Media.create(plain.config, IDS, **image_arrays(plain.config))
     one, other = (np.asarray(each.encode(media).features) for each in (plain, bounded))
     assert_array_equal(one, other)
 
@@ -456,7 +459,7 @@ def test_an_encoder_with_new_bounds_is_that_without():
 
 
 @pytest.fixture(scope="module")
-def seeing():
+def vision_model():
     return filled(MODELS["whole"], attention="dot")
 
 
@@ -464,31 +467,31 @@ def features(model, ids=IDS, count=8, **given) -> np.ndarray:
     return np.asarray(model.encode(ed.Media.create(model.config, ids, **given)).features)[:count]
 
 
-def test_patches_are_in_any_order_and_padded_to_any_length(seeing):
-    want = features(seeing, **padded(IMAGES, 16))
-    assert_array_equal(features(seeing, **padded(IMAGES, 21, order=3)), want)
+def test_order_and_padding_of_patches_have_no_effect(vision_model):
+    want = features(vision_model, **padded(IMAGES, 16))
+    assert_array_equal(features(vision_model, **padded(IMAGES, 21, order=3)), want)
 
 
-def test_pixels_are_cut_as_the_processor_does(seeing):
-    """Images of one size may come whole."""
-    ids, images = IDS[:1], drawn((8, 8))
-    whole = features(seeing, ids, 4, pixel_values=np.stack(images))
-    assert_array_equal(whole, features(seeing, ids, 4, **padded(images, 16)))
+def test_unpatched_pixels_equal_patches_of_the_processor(vision_model):
+    """Images of equal size may be passed as arrays of pixels."""
+    ids, images = IDS[:1], random_images((8, 8))
+    whole = features(vision_model, ids, 4, pixel_values=np.stack(images))
+    assert_array_equal(whole, features(vision_model, ids, 4, **padded(images, 16)))
 
 
-def test_the_frames_of_a_video_are_images(seeing):
+def test_video_frames_are_encoded_as_images(vision_model):
     given = padded(IMAGES, 16)
     video = dict(pixel_values_videos=given["pixel_values"], video_position_ids=given["image_position_ids"])
     ids = np.where(IDS == IMAGE, VIDEO, IDS)
-    found = features(seeing, ids, **video, num_frames_per_video=np.asarray([1, 2]))
-    assert_array_equal(found, features(seeing, **given))
+    found = features(vision_model, ids, **video, num_frames_per_video=np.asarray([1, 2]))
+    assert_array_equal(found, features(vision_model, **given))
 
 
 @pytest.mark.slow
-def test_embeddings_of_layers_see_the_padding_token():
-    """In place of a placeholder; what is projected are its features."""
+def test_per_layer_embeddings_of_placeholders_use_the_padding_token():
+    """The projected part is computed from the image features."""
     model = filled(MODELS["clipped"], attention="dot")
-    media = ed.Media.create(model.config, IDS, **seen(model.config))
+    media = ed.Media.create(model.config, IDS, **image_arrays(model.config))
     want = np.asarray(model(IDS, media=media).logits)
     for token, same in ((IMAGE, True), (5, False)):
         other = eqx.tree_at(

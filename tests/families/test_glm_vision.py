@@ -1,4 +1,4 @@
-"""GLM-4.1V and GLM-4.5V: as in transformers, files there and back, and videos whose frames are images."""
+"""GLM-4.1V and GLM-4.5V against transformers, with file round trips, and videos whose frames are encoded as images."""
 
 import functools
 import json
@@ -26,16 +26,16 @@ def content_of(directory) -> dict:
 
 
 @functools.cache
-def opened(name):
-    """A model, the arguments of transformers' forward, and what it computed."""
+def model_and_arrays(name):
+    """Return a model, the inputs of transformers' forward pass, and its results."""
     arrays = dict(np.load(FIXTURES / name / "media.npz"))
     inputs = {key.removeprefix("inputs/"): x for key, x in arrays.items() if key.startswith("inputs/")}
     return ed.load_hf(FIXTURES / name), inputs, arrays
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_features_logits_and_positions_are_those_of_transformers(name):
-    model, inputs, wanted = opened(name)
+def test_features_logits_and_positions_match_transformers(name):
+    model, inputs, wanted = model_and_arrays(name)
     media = ed.Media.create(model.config, **inputs)
     features = model.encode(media).features[: len(wanted["features"])]
     assert_allclose(features, wanted["features"], atol=1e-4)
@@ -45,8 +45,8 @@ def test_features_logits_and_positions_are_those_of_transformers(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_are_those_of_transformers(name):
-    model, inputs, wanted = opened(name)
+def test_greedy_tokens_match_transformers(name):
+    model, inputs, wanted = model_and_arrays(name)
     ids, media, count = inputs["input_ids"], ed.Media.create(model.config, **inputs), wanted["generated_ids"].shape[1]
     assert np.array_equal(
         ed.generate(model, ids, media=media, max_new_tokens=count, sampler=ed.Greedy()), wanted["generated_ids"]
@@ -55,8 +55,8 @@ def test_tokens_are_those_of_transformers(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_an_export_is_the_same_to_the_bit(name, tmp_path):
-    directory, model = FIXTURES / name, opened(name)[0]
+def test_export_is_bit_equal(name, tmp_path):
+    directory, model = FIXTURES / name, model_and_arrays(name)[0]
     ed.save_hf(model, tmp_path / "new")
     before, after = (load_file(folder / WEIGHTS) for folder in (directory, tmp_path / "new"))
     assert before.keys() == after.keys()
@@ -67,8 +67,8 @@ def test_an_export_is_the_same_to_the_bit(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, plain", [("glm4v", "glm4"), ("glm4v_moe", "glm4_moe")])
-def test_the_decoder_alone_is_one_of_its_text_family(name, plain, tmp_path):
-    whole, text = opened(name)[0], ed.load_hf(FIXTURES / name, text_only=True)
+def test_decoder_without_encoders_belongs_to_the_text_family(name, plain, tmp_path):
+    whole, text = model_and_arrays(name)[0], ed.load_hf(FIXTURES / name, text_only=True)
     ids = np.arange(1, 9)[None]
     assert_array_equal(text(ids).logits, whole(ids).logits)
     ed.save_hf(text, tmp_path / "new")
@@ -76,7 +76,7 @@ def test_the_decoder_alone_is_one_of_its_text_family(name, plain, tmp_path):
     assert ed.load_hf(tmp_path / "new").config == text.config
 
 
-def test_frames_of_videos_are_images():
+def test_video_frames_are_encoded_as_images():
     config, (image, *_) = decode(content_of(FIXTURES / "glm4v")), [53]
     numbers = np.random.default_rng(0).normal(size=(3 * 8 + 2 * 4, 24)).astype(np.float32)
     ids = [[1, *[image] * 2, 2, *[image] * 2, 3, *[image] * 2, 4, image, 5, image]]
@@ -93,7 +93,7 @@ def test_frames_of_videos_are_images():
 
 
 def dense(rows, columns):
-    """The weight of each place of a grid of 4 x 4 for each patch of an image."""
+    """Return the interpolation weights of all patches as arrays over the 4 x 4 position table."""
     stem = PatchStemConfig(size=1, positions=LearnedGrid(side=4, resample="bicubic"))
     (image,) = from_pixels(stem, np.ones((1, 3, rows, columns), np.float32))
     found = learned_positions(stem, image)
@@ -103,10 +103,10 @@ def dense(rows, columns):
     return weights.reshape(rows, columns, 4, 4)
 
 
-def test_positions_lie_between_sixteen():
-    """By cubic convolution with a = -0.75; places beyond the border are those at it."""
+def test_positions_are_interpolated_bicubically():
+    """Cubic convolution with a = -0.75 over 16 positions. Beyond the border, border values are used."""
     assert_allclose(dense(4, 4).reshape(16, 16), np.eye(16), atol=1e-6)
-    # halfway between two rows the near ones count 0.59375, the far ones -0.09375
+    # halfway between two rows, the weights are 0.59375 for the near rows and -0.09375 for the far rows
     rows = np.array([[0.5, 0.59375, -0.09375, 0], [0, -0.09375, 0.59375, 0.5]])
     assert_allclose(dense(2, 4), np.einsum("ri,cj->rcij", rows, np.eye(4)), atol=1e-6)
 
@@ -126,25 +126,25 @@ def test_published_models(name, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_glm46v_is_both(name, tmp_path):
-    """Its files have the same tensors, and name the decoder inside."""
+def test_glm46v_uses_either_decoder(name, tmp_path):
+    """Its files have the same tensors. The inner model_type selects the decoder."""
     content = content_of(FIXTURES / name) | dict(model_type="glm46v", architectures=["Glm46VForConditionalGeneration"])
     (tmp_path / "config.json").write_text(json.dumps(content))
     shutil.copy(FIXTURES / name / WEIGHTS, tmp_path)
     model = ed.load_hf(tmp_path)
-    assert model.config == opened(name)[0].config
+    assert model.config == model_and_arrays(name)[0].config
     ed.save_hf(model, tmp_path / "new")
     again = content_of(tmp_path / "new")
     assert again["model_type"] == "glm46v" and decode(again) == model.config
     assert again["text_config"]["model_type"] == f"{name}_text"
     names = load_file(tmp_path / "new" / WEIGHTS)
     fused = "model.language_model.layers.1.mlp.experts.gate_up_proj"
-    assert (fused in names) == (name == "glm4v_moe")  # transformers opens no others under this name
+    assert (fused in names) == (name == "glm4v_moe")  # transformers accepts only these under this name
     assert ed.load_hf(tmp_path / "new").config == model.config
 
 
-def test_old_settings_mean_the_same():
-    """The first files have the decoder's settings beside those of the encoder."""
+def test_legacy_settings_are_equivalent():
+    """The first files have the settings of the decoder at the top level, next to the encoder's object."""
     content = FAMILIES["glm4v"].encode(ed.get_config("glm4.1v-9b"))
     text = {key: x for key, x in content["text_config"].items() if key not in ("rope_parameters", "model_type")}
     rope = {"rope_scaling": {"type": "default", "mrope_section": [8, 12, 12]}, "partial_rotary_factor": 0.5}

@@ -33,7 +33,7 @@ def mixture(**options) -> HeadMixtureConfig:
 
 
 def mixture_by_hand(layer, x, positions, segments):
-    """Token by token: its experts, then each of their heads over all keys that it sees."""
+    """For each token: its experts, and attention of the heads of these experts over all visible keys."""
     c, out = layer.config, np.zeros_like(x)
     key, value = (np.einsum("bte,ehd->bthd", x, wide(w)) for w in (layer.key, layer.value))
     key = ready_by_hand(layer, key, layer.key_norm, None, positions)
@@ -68,7 +68,7 @@ def test_mixture_matches_a_loop(options, experts):
     x = normal(2, 7, 6)
     out, entries = apply(layer, jnp.asarray(x), context(POSITIONS, SEGMENTS, attention="dot", experts=experts))
     assert_close(out, mixture_by_hand(layer, wide(x), POSITIONS, SEGMENTS), units=128)
-    assert entries.key.shape == entries.value.shape == (2, 7, 2, 4)  # of all experts together
+    assert entries.key.shape == entries.value.shape == (2, 7, 2, 4)  # capacity for all experts together
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_sorted_and_dense_forms_have_the_same_gradients():
 
 @pytest.mark.parametrize("experts", ["dense", "dropless"])
 def test_bfloat16_selects_the_same_heads(experts):
-    """Routing is in float32: from inputs that bfloat16 holds, only the sums are rounded."""
+    """Routing is in float32. With inputs that are exact in bfloat16, only the sums are rounded."""
     layer = drawn(lambda key: mixture(out_bias=True).build(6, key=key))
     x = jnp.asarray(normal(2, 7, 6), jnp.bfloat16)
     ctx = context(POSITIONS, SEGMENTS, experts=experts, precision=BF16)
@@ -111,8 +111,8 @@ def test_norms_over_all_heads_and_too_many_experts_are_refused():
 
 
 @pytest.mark.slow
-def test_other_kinds_of_weights_have_a_product_for_each_expert():
-    """In few bits, in 8 bits and with low-rank pairs: as the array that they stand for."""
+def test_quantized_and_low_rank_weights_equal_dense_weights():
+    """Weights in 4 and 8 bits, and weights with low-rank pairs. The products are computed expert by expert."""
     config = ed.DecoderConfig(
         vocab_size=16, embed_dim=24, blocks=(ed.BlockConfig(mixer=mixture(), mlp=None),), final_norm=RMSNormConfig()
     )

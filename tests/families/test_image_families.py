@@ -1,4 +1,4 @@
-"""Mistral 3, SmolVLM, InternVL, LFM2-VL, LLaVA and Llama 4 with images, as in transformers: settings and tensors."""
+"""Mistral 3, SmolVLM, InternVL, LFM2-VL, LLaVA and Llama 4 with images against transformers: settings and tensors."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def same_weights(one, other) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[path], other[path]) for path in one)
 
 
-# --- beside transformers ---
+# --- comparison with transformers ---
 
 
 MADE = ["mistral3", "smolvlm", "internvl", "lfm2_vl", pytest.param("llava", marks=pytest.mark.slow), "llava_next"]
@@ -44,7 +44,7 @@ MADE = ["mistral3", "smolvlm", "internvl", "lfm2_vl", pytest.param("llava", mark
 
 @pytest.fixture(scope="module", params=MADE)
 def stored(request):
-    """A directory, its model, the arguments of transformers' forward, and what it computed."""
+    """Return a directory, its model, the inputs of transformers' forward pass, and its results."""
     directory = FIXTURES / request.param
     arrays = dict(np.load(directory / "media.npz"))
     inputs = {name.removeprefix("inputs/"): x for name, x in arrays.items() if name.startswith("inputs/")}
@@ -52,56 +52,57 @@ def stored(request):
 
 
 @pytest.mark.slow(fast=("mistral3",))
-def test_features_and_logits_are_those_of_transformers(stored):
+def test_features_and_logits_match_transformers(stored):
     _, model, inputs, wanted = stored
     media = ed.Media.create(model.config, **inputs)
     features = np.asarray(model.encode(media).features)[: len(wanted["features"])]
     assert_allclose(features, wanted["features"], atol=1e-4)
-    # transformers has no divisor of logits in a model with an encoder, though the decoder was trained with it
+    # transformers ignores the divisor of logits in this model with an encoder, although the decoder was trained with it
     logits = model(inputs["input_ids"], media=media).logits * model.config.logit_divisor
     assert_allclose(logits, wanted["logits"], atol=3e-4)
 
 
 @pytest.mark.slow
-def test_greedy_tokens_are_those_of_transformers(stored):
+def test_greedy_tokens_match_transformers(stored):
     _, model, inputs, wanted = stored
     ids, media, count = inputs["input_ids"], ed.Media.create(model.config, **inputs), wanted["generated_ids"].shape[1]
     made = ed.generate(model, ids, media=media, max_new_tokens=count, sampler=ed.Greedy(), stop_ids=())
     assert np.array_equal(made, wanted["generated_ids"])
 
 
-def told(settings):
-    """Settings without how tensors are stored, and who wrote them."""
+def model_settings(settings):
+    """Return the settings without dtypes and without the version of the writer."""
     missing = ("dtype", "torch_dtype", "transformers_version", "_pad_token_id")
-    missing += ("block_ffn_dim_multiplier", "block_multiple_of", "full_attn_idxs")  # LFM2's other ways to say sizes
+    missing += ("block_ffn_dim_multiplier", "block_multiple_of", "full_attn_idxs")  # other keys of LFM2 for sizes
     square = {"image_size": "patch_size"} | {"patch_size": "image_size"}
     return {
-        key: told(x) if isinstance(x, dict) else x[0] if key in square and isinstance(x, list) else x
+        key: model_settings(x) if isinstance(x, dict) else x[0] if key in square and isinstance(x, list) else x
         for key, x in settings.items()
         if key not in missing
     }
 
 
 def within(one, other) -> bool:
-    """Whether the second object says all that the first does."""
+    """Return whether the second object contains all keys and values of the first one."""
     return all(within(x, other[key]) if isinstance(x, dict) else x == other[key] for key, x in one.items())
 
 
 @pytest.mark.slow(fast=("mistral3",))
-def test_an_export_is_the_same_to_the_bit(stored, tmp_path):
+def test_export_is_bit_equal(stored, tmp_path):
     directory, model, *_ = stored
     ed.save_hf(model, tmp_path / "new")
     before, after = (load_file(folder / WEIGHTS) for folder in (directory, tmp_path / "new"))
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[name], after[name]) for name in before)
     old, new = (json.loads((folder / "config.json").read_text()) for folder in (directory, tmp_path / "new"))
-    old["text_config"]["tie_word_embeddings"] = old["tie_word_embeddings"]  # inside stands what counts, too
-    assert within(told(old), new)
+    # the inner object has the value that is used
+    old["text_config"]["tie_word_embeddings"] = old["tie_word_embeddings"]
+    assert within(model_settings(old), new)
     assert decode(new) == model.config
 
 
 @pytest.mark.slow
-def test_the_decoder_alone(stored, tmp_path):
+def test_decoder_without_encoders(stored, tmp_path):
     directory, model, inputs, _ = stored
     text = ed.load_hf(directory, text_only=True)
     assert text.config.media is None and text.config.blocks == model.config.blocks
@@ -120,8 +121,8 @@ def test_the_decoder_alone(stored, tmp_path):
     )
 
 
-def test_both_spellings_of_names_are_read(tmp_path):
-    """transformers 4.52 and later have another order of words in memory, and some files too."""
+def test_both_versions_of_tensor_names_are_read(tmp_path):
+    """transformers 4.52 and later order the parts of names differently in memory, and in some files."""
     directory = FIXTURES / "mistral3"
     shutil.copy(directory / "config.json", tmp_path)
     tensors = {
@@ -133,7 +134,7 @@ def test_both_spellings_of_names_are_read(tmp_path):
     assert same_weights(ed.load_hf(tmp_path), ed.load_hf(directory))
 
 
-# --- Llama 4 beside the formulas, written out ---
+# --- Llama 4 against formulas in NumPy ---
 
 SIDE, SIZE, MERGE, WIDTH, HEADS = 4, 3, 2, 16, 2
 IMAGE = 29
@@ -175,8 +176,8 @@ def layer_norm(x, norm):
     return y * norm["scale"] + norm["bias"]
 
 
-def turned(x):
-    """Pairs of neighbours as complex numbers: half of a head by the column, half by the row, from 1; the last by 0."""
+def rotated(x):
+    """Rotate neighboring pairs: half of a head by the column, half by the row, counted from 1; the last token by 0."""
     count = x.shape[-1] // 4
     frequencies = 50.0 ** (-2 * np.arange(count) / (2 * count))
     index = np.arange(SIDE**2)
@@ -186,18 +187,18 @@ def turned(x):
     return np.stack([z.real, z.imag], axis=-1).reshape(x.shape)
 
 
-def attended(x, mixer):
+def attention_by_hand(x, mixer):
     query, key, value = (
         np.einsum("le,ehd->lhd", x, mixer[name]) + mixer[f"{name}_bias"] for name in ("query", "key", "value")
     )
-    scores = np.einsum("lhd,mhd->hlm", turned(query), turned(key)) / math.sqrt(WIDTH // HEADS)
+    scores = np.einsum("lhd,mhd->hlm", rotated(query), rotated(key)) / math.sqrt(WIDTH // HEADS)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     seen = np.einsum("hlm,mhd->lhd", weights / weights.sum(-1, keepdims=True), value)
     return np.einsum("lhd,hde->le", seen, mixer["out"]) + mixer["out_bias"]
 
 
 def expected_features(model, image):
-    """What the encoder makes of one tile, from its weights alone."""
+    """Return the encoder's features of one tile, and their projections, computed from the weights."""
     tree: dict = {}
     for path, leaf in named_leaves(model.vision).items():
         *parts, last = path.split(".")
@@ -212,7 +213,7 @@ def expected_features(model, image):
     unit = tree["scanned_layers"]["0"]["unit"]["0"]
     for layer in range(2):
         block = jax.tree.map(lambda leaf: leaf[layer], unit)  # noqa: B023
-        x = x + attended(layer_norm(x, block["pre_mixer_norm"]), block["mixer"])
+        x = x + attention_by_hand(layer_norm(x, block["pre_mixer_norm"]), block["mixer"])
         mlp, inner = block["mlp"], layer_norm(x, block["pre_mlp_norm"])
         x = x + gelu(inner @ mlp["up"] + mlp["up_bias"]) @ mlp["down"] + mlp["down_bias"]
     x = layer_norm(x, tree["post_norm"])[:-1].reshape(SIDE // MERGE, MERGE, SIDE // MERGE, MERGE, WIDTH)
@@ -223,7 +224,7 @@ def expected_features(model, image):
 
 
 @pytest.mark.slow
-def test_tiles_are_what_the_formulas_say(tiny):
+def test_features_of_tiles_match_the_formulas(tiny):
     images = np.random.default_rng(0).normal(size=(3, 3, 12, 12)).astype(np.float32)
     ids = np.asarray([[1, *[IMAGE] * 8, 2], [*[IMAGE] * 4, 3, 4, 5, 6, 7, 8]], np.int32)
     encoded = tiny.encode(ed.Media.create(TINY, ids, pixel_values=images))
@@ -233,7 +234,7 @@ def test_tiles_are_what_the_formulas_say(tiny):
 
 
 @pytest.mark.slow
-def test_llama4_both_ways(tiny, tmp_path):
+def test_llama4_round_trips(tiny, tmp_path):
     ed.save_hf(tiny, tmp_path / "new")
     assert same_weights(ed.load_hf(tmp_path / "new"), tiny)
     names = load_file(tmp_path / "new" / WEIGHTS)
@@ -270,7 +271,7 @@ FAST = (
 
 @pytest.mark.slow(fast=FAST)
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_parameters_are_the_published_ones(name):
+def test_parameter_counts_of_published_models(name):
     assert ed.count_parameters(ed.get_config(name)) == PARAMETERS[name]
 
 
@@ -278,7 +279,7 @@ PUBLISHED = ("lfm2-vl-450m", "smolvlm2-500m", "mistral-small-3.1-24b", "internvl
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_published_configuration_is_ours(name):
+def test_published_configuration(name):
     content = settings(name, {})
     family = find_family(content["model_type"])
     config, kept = family.decode(content)
@@ -289,7 +290,7 @@ def test_the_published_configuration_is_ours(name):
     assert again["text_config"]["model_type"] == WITH_ENCODERS[name]["text_config"]["model_type"]
 
 
-def test_idefics_3_has_the_same_settings():
+def test_idefics_3_settings_equal_smolvlm_settings():
     keys = dict(architectures=["Idefics3ForConditionalGeneration"], model_type="idefics3")
     assert decode(settings("smolvlm2-500m", keys)) == ed.get_config("smolvlm2-500m")
     written = FAMILIES["idefics3"].encode(ed.get_config("smolvlm2-2.2b"))
@@ -314,7 +315,7 @@ def test_decoders_of_several_families(name, kind, text):
     assert chosen.text is not None and chosen.text.model_type == text
 
 
-def test_the_outer_key_says_whether_tables_are_tied():
+def test_outer_key_determines_tied_embeddings():
     for key in ("tie_embedding", "tie_word_embeddings"):
         assert not decode(settings("lfm2-vl-450m", {key: False, "text_config.tie_embedding": True})).tied
     assert decode(settings("lfm2-vl-450m", {})).tied
@@ -325,7 +326,7 @@ def test_the_outer_key_says_whether_tables_are_tied():
 STEM = PatchStemConfig(size=2, merge=2)
 
 
-def alone(images) -> list:
+def separate_images(images) -> list:
     return [image for pixels in images for image in from_pixels(STEM, pixels[None])]
 
 
@@ -335,26 +336,26 @@ def check_same(found, wanted):
         assert_array_equal(one.patches, other.patches)
 
 
-def test_padded_images_are_those_without():
-    """By sizes, by a mask, and a row of pixels that fills no patch left over."""
+def test_padded_images_equal_images_without_padding():
+    """Sizes from `image_sizes` or a mask. Pixels that do not fill a patch are dropped."""
     pixels = np.random.default_rng(0).normal(size=(3, 3, 9, 12)).astype(np.float32)
     sizes = [(8, 12), (4, 4), (9, 8)]
-    wanted = alone([x[:, : h // 4 * 4, : w // 4 * 4] for x, (h, w) in zip(pixels, sizes, strict=True)])
+    wanted = separate_images([x[:, : h // 4 * 4, : w // 4 * 4] for x, (h, w) in zip(pixels, sizes, strict=True)])
     check_same(from_pixels(STEM, pixels, sizes=np.asarray(sizes)), wanted)
     mask = np.zeros((3, 9, 12), int)
     for one, (height, width) in zip(mask, sizes, strict=True):
-        one[: height - 1, :width] = 1  # a patch of which one pixel is real is real
+        one[: height - 1, :width] = 1  # a patch with one real pixel is real
     check_same(from_pixels(STEM, pixels, mask=mask), wanted)
 
 
-def test_images_that_are_zero_are_none():
+def test_images_of_zeros_are_padding():
     pixels = np.random.default_rng(0).normal(size=(2, 3, 3, 4, 8)).astype(np.float32)
     pixels[0, 2] = pixels[1, :2] = 0
     mask = pixels.any(axis=2)
-    wanted = alone([pixels[0, 0], pixels[0, 1], pixels[1, 2]])
+    wanted = separate_images([pixels[0, 0], pixels[0, 1], pixels[1, 2]])
     check_same(from_pixels(STEM, pixels), wanted)
     check_same(from_pixels(STEM, pixels, mask=mask), wanted)
-    assert len(from_pixels(STEM, pixels[0])) == 3  # without a dimension of rows all are images
+    assert len(from_pixels(STEM, pixels[0])) == 3  # without a batch dimension, all are images
 
 
 ONES = np.ones((2, 3, 8, 8), np.float32)
@@ -374,13 +375,13 @@ BAD_SIZES = {
 
 
 @pytest.mark.parametrize("given, names", BAD_SIZES.values(), ids=BAD_SIZES)
-def test_sizes_that_do_not_fit_are_refused(given, names):
+def test_refuses_inconsistent_sizes(given, names):
     with refused(ed.DataError, *names):
         from_pixels(STEM, ONES, **given)
 
 
-def test_positions_are_resized_as_pictures():
-    """Where there are fewer patches each is an average with weights that fall with the distance."""
+def test_positions_are_resized_with_antialiasing():
+    """With fewer patches than positions, each patch gets an average with weights that decrease with distance."""
     stem = PatchStemConfig(size=1, positions=LearnedGrid(side=4, resample="antialias"))
     (image,) = from_pixels(stem, np.ones((1, 3, 2, 8), np.float32))
     found = learned_positions(stem, image)
@@ -406,15 +407,15 @@ BAD_SHAPES = {
 
 
 @pytest.mark.parametrize("given, names", BAD_SHAPES.values(), ids=BAD_SHAPES)
-def test_patches_behind_shapes_are_padding(given, names):
+def test_refuses_inconsistent_spatial_shapes(given, names):
     config = decode(json.loads((FIXTURES / "lfm2_vl" / "config.json").read_text()))
     with refused(ed.DataError, *names):
         ed.Media.create(config, **{**PADDED, **given})
 
 
 @pytest.mark.parametrize("side, count", [(26, 26), (27, 27), (32, 32), (6, 8), (9, 4), (4, 12)])
-def test_positions_are_at_the_same_fraction(side, count):
-    """Of the published sides all are found, each once; others are the exact quotients, rounded down."""
+def test_positions_are_selected_by_fractions_of_the_side(side, count):
+    """With published sizes, every position is used once. With other sizes, quotients are rounded down exactly."""
     stem = PatchStemConfig(size=2, positions=LearnedGrid(side=side, resample="fraction"))
     (image,) = from_pixels(stem, np.ones((1, 3, 2 * count, 4), np.float32))
     found = learned_positions(stem, image)

@@ -18,7 +18,7 @@ CONFIG = LightningAttentionConfig(num_heads=4, head_dim=3, norm=RMSNormConfig(ep
 
 
 def by_hand(layer, x, positions, segments):
-    """Token by token, a state for each document, without padding."""
+    """Compute token by token, with one state per document and without padding."""
     query, key, value, gate = (
         np.tensordot(x, wide(weight), 1) for weight in (layer.query, layer.key, layer.value, layer.gate)
     )
@@ -37,8 +37,8 @@ def by_hand(layer, x, positions, segments):
     return out
 
 
-def test_it_is_the_loop():
-    """Of packed rows with padding in between."""
+def test_layer_matches_a_loop():
+    """Packed rows with padding between documents."""
     layer, x = drawn(lambda key: CONFIG.build(5, key=key)), normal(2, 9, 5)
     segments = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 2, 2, 2, 2, 3, 3, 0]])
     positions = np.array([[0, 1, -1, 2, 0, 1, 2, 3, 4], [0, 1, 0, 1, 2, 3, 0, 1, -1]])
@@ -48,8 +48,8 @@ def test_it_is_the_loop():
 
 
 @pytest.mark.slow
-def test_rates_of_a_new_model_fall_from_layer_to_layer():
-    """Whether layers are stacked or not."""
+def test_decay_rates_of_new_models_decrease_with_depth():
+    """For stacked and unstacked layers."""
     linear = ed.BlockConfig(mixer=CONFIG, mlp=None)
     other = ed.BlockConfig(mixer=None, mlp=ed.layers.MLPConfig(mlp_dim=4))
     config = ed.DecoderConfig(vocab_size=8, embed_dim=4, blocks=(linear, other, linear, linear), final_norm=None)
@@ -57,10 +57,10 @@ def test_rates_of_a_new_model_fall_from_layer_to_layer():
     blocks = [block for segment in model.scanned_layers for block in segment.unstacked()]
     first = 2.0 ** np.array([-2.0, -4.0, -6.0, -8.0])
     for layer in (0, 2, 3):
-        want = first * max(1 - layer / (2 + 1e-5) + 1e-5, 1e-5)  # layer 3 is beyond the three
+        want = first * max(1 - layer / (2 + 1e-5) + 1e-5, 1e-5)  # layer 3 is beyond the three layers of the schedule
         assert_allclose(blocks[layer].mixer.rates, want, rtol=1e-5, atol=1e-9)
 
 
-def test_layers_beyond_those_of_the_rates_forget_too():
+def test_layers_beyond_the_rate_schedule_have_a_decay():
     rates = LightningAttentionConfig(num_heads=2, head_dim=4).rates(3)
     assert np.all(np.asarray(rates) > 0)

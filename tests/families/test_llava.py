@@ -1,5 +1,7 @@
-"""LLaVA, LLaVA-NeXT and Granite Vision: which tiles an image has, the order of its tokens, settings; see also
-`test_image_families.py`, which compares with transformers."""
+"""LLaVA, LLaVA-NeXT and Granite Vision: tiles of an image, order of tokens, and settings.
+
+For the comparison with transformers, see `test_image_families.py`.
+"""
 
 import dataclasses
 import json
@@ -28,8 +30,8 @@ SIZES = ((4, 8), (8, 4), (8, 8), (12, 4), (4, 12))
 TILES = TilesConfig(side=4, sizes=SIZES)
 
 
-def chosen(height, width):
-    """The size that most of an image fits into, step by step."""
+def best_size_by_hand(height, width):
+    """Return the size that keeps most pixels of an image, and of these the one that wastes least."""
     best, most, least = SIZES[0], 0, float("inf")
     for down, across in SIZES:
         scale = min(across / width, down / height)
@@ -40,9 +42,9 @@ def chosen(height, width):
     return best
 
 
-def lines(height, width, side):
-    """Tokens of the parts, which are counted tile by tile behind those of the whole; None at the end of each line."""
-    down, across = (length // TILES.side for length in chosen(height, width))
+def line_order(height, width, side):
+    """Yield the token indices of the tiles line by line. Tiles follow the tokens of the overview; -1 ends a line."""
+    down, across = (length // TILES.side for length in best_size_by_hand(height, width))
     rows, columns = down * side, across * side
     if width / height > columns / rows:
         padding = (rows - int(round(height * (columns / width), 7))) // 2
@@ -59,11 +61,11 @@ def lines(height, width, side):
 
 @pytest.mark.parametrize("side", [1, 3])
 @pytest.mark.parametrize("size", [(8, 8), (5, 30), (30, 5), (7, 6), (3, 4), (100, 61), (61, 100), (9, 27)])
-def test_tokens_stand_line_by_line_without_padding(size: tuple[int, int], side):
-    assert best_size(*size, SIZES) == chosen(*size)
+def test_token_order_is_line_by_line_without_padding(size: tuple[int, int], side):
+    assert best_size(*size, SIZES) == best_size_by_hand(*size)
     order = token_order(TILES, *size, side)
-    assert order.tolist() == [*range(side**2), *lines(*size, side)]
-    assert grid_of(TILES, *size) == tuple(length // TILES.side for length in chosen(*size))
+    assert order.tolist() == [*range(side**2), *line_order(*size, side)]
+    assert grid_of(TILES, *size) == tuple(length // TILES.side for length in best_size_by_hand(*size))
 
 
 # --- a model ---
@@ -76,7 +78,7 @@ def stored():
     return ed.load_hf(FIXTURES / "llava_next"), inputs
 
 
-def test_tiles_may_stand_one_behind_the_other(stored):
+def test_tiles_of_all_images_may_be_concatenated(stored):
     model, inputs = stored
     pixels = np.concatenate([x[:count] for x, count in zip(inputs["pixel_values"], (5, 5, 2), strict=True)])
     media, other = (ed.Media.create(model.config, **inputs | more) for more in ({}, dict(pixel_values=pixels)))
@@ -84,8 +86,8 @@ def test_tiles_may_stand_one_behind_the_other(stored):
 
 
 @pytest.mark.slow
-def test_ends_of_lines_are_found_in_longer_rows(stored):
-    """In those of several processes, in groups, and in those of an engine."""
+def test_line_ends_are_found_in_padded_rows(stored):
+    """Rows that are padded for several processes, for microbatches, and for an engine."""
     model, inputs = stored
     wanted = np.asarray(model.encode(ed.Media.create(model.config, **inputs)).features)
     media = ed.Media.create(model.config, **inputs, groups=2)
@@ -100,7 +102,7 @@ def test_ends_of_lines_are_found_in_longer_rows(stored):
     assert_allclose(model.encode(rounded).features[:16], wanted[:16], atol=1e-4)
 
 
-def test_features_are_multiplied_as_embeddings_are(stored):
+def test_features_are_scaled_like_embeddings(stored):
     media = stored[0].config.media
     assert media is not None and media.feature_scale == stored[0].config.embedding_scale == 3.0
 
@@ -116,13 +118,13 @@ REFUSED_INPUTS = {
 
 
 @pytest.mark.parametrize("given, names", REFUSED_INPUTS.values(), ids=REFUSED_INPUTS)
-def test_tiles_that_do_not_fit_are_refused(stored, given, names):
+def test_refuses_inconsistent_tiles(stored, given, names):
     model, inputs = stored
     with refused(ed.DataError, *names):
         ed.Media.create(model.config, **inputs | given)
 
 
-def test_drawn_images_have_one_size(stored):
+def test_planned_images_have_one_size(stored):
     model, _ = stored
     with refused(ed.ConfigError, "images"):
         SyntheticReader.of(model.config)
@@ -133,7 +135,7 @@ def test_drawn_images_have_one_size(stored):
 # --- settings ---
 
 PARAMETERS = {
-    "granite-vision-3.2-2b": 2_960_158_576,  # without the pooling head of SigLIP, which nothing reads
+    "granite-vision-3.2-2b": 2_960_158_576,  # without the pooling head of SigLIP, which is unused
     "llava1.5-7b": 7_063_427_072,
     "llava1.5-13b": 13_351_494_656,
     "llava1.6-vicuna-7b": 7_063_431_168,
@@ -143,7 +145,7 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("name", ["granite-vision-3.2-2b", "llava1.5-7b", "llava1.6-mistral-7b"])
-def test_the_published_configuration_is_ours(name):
+def test_published_configuration(name):
     content = settings(name, {})
     assert decode(content) == ed.get_config(name)
     again = FAMILIES[content["model_type"]].encode(ed.get_config(name))
@@ -155,7 +157,7 @@ def test_the_published_configuration_is_ours(name):
 
 @pytest.mark.slow(fast=("granite-vision-3.2-2b", "llava1.5-7b"))
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_parameters_are_the_published_ones(name):
+def test_parameter_counts_of_published_models(name):
     assert ed.count_parameters(ed.get_config(name)) == PARAMETERS[name]
 
 
@@ -188,7 +190,7 @@ def rules(folder, images, words):
     return made
 
 
-def test_an_image_has_as_many_placeholders_as_tokens(stored, tmp_path):
+def test_images_have_one_placeholder_per_token(stored, tmp_path):
     model, _ = stored
     sides = dict.fromkeys(("height", "width"), 5)
     images = RULES | dict(size=sides, crop_size=sides, image_grid_pinpoints=[[5, 5], [10, 5], [5, 15], [10, 10]])

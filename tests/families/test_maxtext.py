@@ -1,4 +1,4 @@
-"""GPT-3 and MaxText's blocks: parameters counted by hand, and outputs against NumPy in float64 and themselves."""
+"""GPT-3 and MaxText's blocks: parameter counts, comparison with NumPy in float64, and execution options."""
 
 import dataclasses
 import functools
@@ -60,11 +60,11 @@ def head_by_hand(model, x):
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_parameters_are_those_of_the_formula(name):
+def test_parameter_counts_match_the_formula(name):
     assert ed.count_parameters(ed.get_config(name)) == PARAMETERS[name]
 
 
-def test_default_is_the_sum_of_both_branches():
+def test_default_block_is_the_sum_of_both_branches():
     model = filled(maxtext.default(SMALL))
     x = wide(model.embedding.table)[np.asarray(TOKENS)]
     for block in model.unstacked():
@@ -76,8 +76,8 @@ def test_default_is_the_sum_of_both_branches():
 
 
 @pytest.mark.slow
-def test_default_drops_the_sum_of_both_branches():
-    """A feature of the stream is kept, or changed by what is left of the sum, doubled: all of it or nothing."""
+def test_default_block_applies_dropout_to_the_sum_of_both_branches():
+    """Each feature of the sum is either dropped or doubled."""
     config = maxtext.default(dataclasses.replace(SMALL, num_layers=1), dropout=0.5)
     bare = dataclasses.replace(config.blocks[0], mlp=dataclasses.replace(config.blocks[0].mlp, dropout=0.0))
     model = filled(dataclasses.replace(config, blocks=(bare,), dropout=0.0))
@@ -89,7 +89,7 @@ def test_default_drops_the_sum_of_both_branches():
     assert np.all(kept ^ gone) and 0 < gone.mean() < 1
 
 
-def test_simple_is_a_product_of_matrices():
+def test_simple_block_is_one_matrix_product():
     model = filled(maxtext.simple(SMALL))
     x = wide(model.embedding.table)[np.asarray(TOKENS)]
     for block in model.unstacked():
@@ -99,7 +99,7 @@ def test_simple_is_a_product_of_matrices():
     assert_close(out.logits, head_by_hand(model, x))
 
 
-def test_simple_mlp_is_a_product_of_two_matrices_a_layer():
+def test_simple_mlp_block_is_two_matrix_products():
     model = filled(maxtext.simple_mlp(SMALL))
     x = wide(model.embedding.table)[np.asarray(TOKENS)]
     for block in model.unstacked():
@@ -109,7 +109,7 @@ def test_simple_mlp_is_a_product_of_two_matrices_a_layer():
     assert_close(out.logits, head_by_hand(model, x))
 
 
-def test_the_one_matrix_is_split_on_both_sides_and_starts_with_unit_gain():
+def test_linear_kernel_is_sharded_on_both_axes_and_has_unit_gain():
     config = maxtext.simple(SMALL)
     layout = ed.Layout.create(fsdp=4, tensor=2)
     model = ed.abstract(config, layout=layout)
@@ -118,7 +118,7 @@ def test_the_one_matrix_is_split_on_both_sides_and_starts_with_unit_gain():
     assert kernel.sharding.shard_shape(kernel.shape) == (2, 8 // 4, 8 // 2)
     new = LinearConfig().build(128, key=jax.random.key(0)).kernel
     assert float(jnp.var(new)) == pytest.approx(1 / 128, rel=0.05)
-    assert float(jnp.abs(new).max()) < 2.3 / np.sqrt(128)  # truncated at two standard deviations, then widened
+    assert float(jnp.abs(new).max()) < 2.3 / np.sqrt(128)  # truncated at two standard deviations, then rescaled
 
 
 NORMS = dict(
@@ -131,7 +131,7 @@ NORMS = dict(
 @pytest.mark.parametrize(
     "mixer", [None, AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4)], ids=["none", "attention"]
 )
-def test_plain_wiring_has_no_residual_and_passes_absent_layers_through(mixer, mlp):
+def test_residual_none_has_no_skip_connection(mixer, mlp):
     norms = {name: norm for name, norm in NORMS.items() if {"mixer": mixer, "mlp": mlp}[name.split("_")[1]]}
     config = ed.BlockConfig(mixer=mixer, mlp=mlp, residual="none", **norms)
     decoder = ed.DecoderConfig(vocab_size=32, embed_dim=8, blocks=(config,), final_norm=None)
@@ -148,7 +148,7 @@ def test_plain_wiring_has_no_residual_and_passes_absent_layers_through(mixer, ml
 
 
 @pytest.mark.slow
-def test_a_model_without_dropout_or_attention_trains():
+def test_model_without_attention_trains():
     model = filled(maxtext.simple(SMALL))
     trainer = Trainer.create(OptimizerConfig(learning_rate=0.02, warmup_steps=0), model, steps=10)
     state, losses = trainer.init(model, key=jax.random.key(0)), []
@@ -170,7 +170,7 @@ gradients = eqx.filter_jit(eqx.filter_value_and_grad(weighted, has_aux=True))
 @pytest.mark.parametrize(
     "config", [maxtext.simple(SMALL), maxtext.simple_mlp(SMALL), CUSTOM], ids=["simple", "simple_mlp", "custom"]
 )
-def test_blocks_are_the_same_scanned_rematerialised_and_sharded(config):
+def test_scan_remat_and_sharding_do_not_change_gradients(config):
     tokens, segments = packed(8)
     model = filled(config, scan=False)
     placed = model.replace(scan=True, remat="full").place(ed.Layout.create(data=2, fsdp=2, tensor=2))
@@ -179,7 +179,7 @@ def test_blocks_are_the_same_scanned_rematerialised_and_sharded(config):
 
 
 @pytest.mark.slow
-def test_plain_attention_decodes_as_it_runs():
+def test_decoding_without_residuals_equals_one_call():
     mixer = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4)
     block = ed.BlockConfig(mixer=mixer, mlp=LinearConfig(), residual="none", pre_mixer_norm=RMSNormConfig())
     model = filled(ed.DecoderConfig(vocab_size=32, embed_dim=8, blocks=(block,), final_norm=None))
@@ -190,7 +190,7 @@ def test_plain_attention_decodes_as_it_runs():
     assert_close(jnp.concatenate(pieces, axis=1), run(model).logits)
 
 
-# --- the variant of Qwen3 with experts: a narrow stretch between attention and experts ---
+# --- the variant of Qwen3 with experts: a narrow activation between attention and experts ---
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def logits(custom):
     return np.asarray(run(custom).logits)
 
 
-def test_sizes_of_the_custom_model_are_those_of_maxtext():
+def test_sizes_of_the_custom_model_match_maxtext():
     config = ed.get_config("qwen3-custom-30b-a3b")
     (block,) = set(config.blocks)
     norm = RMSNormConfig(eps=1e-6)
@@ -222,7 +222,7 @@ def test_sizes_of_the_custom_model_are_those_of_maxtext():
 
 
 @pytest.mark.slow
-def test_one_residual_connection_is_around_both_layers(custom, logits):
+def test_one_residual_connection_spans_both_layers(custom, logits):
     x = wide(custom.embedding.table)[np.asarray(TOKENS)]
     for block in custom.unstacked():
         latent = attention_by_hand(block.mixer, normed(block.pre_mixer_norm, x), POSITIONS, SAME_SEGMENT)
@@ -233,7 +233,7 @@ def test_one_residual_connection_is_around_both_layers(custom, logits):
 
 
 @pytest.mark.slow
-def test_it_decodes_as_it_runs(custom, logits):
+def test_decoding_of_the_custom_model_equals_one_call(custom, logits):
     cache, pieces = ed.init_cache(custom.config, 2, 4, dtype=jnp.float32), []
     for token in range(4):
         out = step(custom, TOKENS[:, token : token + 1], cache)
@@ -242,8 +242,8 @@ def test_it_decodes_as_it_runs(custom, logits):
 
 
 @pytest.mark.slow
-def test_both_new_matrices_are_matrices(custom):
-    """To optimisers and to low-rank adapters."""
+def test_new_weights_have_product_axes(custom):
+    """Optimizers and low-rank adapters treat them as matrices."""
     words = axes(custom)
     prefix = "scanned_layers.0.unit.0."
     assert product_axes(words[f"{prefix}mixer.out"]) == (("heads", "head_dim"), ("latent",))
@@ -252,19 +252,19 @@ def test_both_new_matrices_are_matrices(custom):
     assert any(name.endswith("up.lora_a") for name in named_leaves(adapted))
 
 
-def test_it_has_no_hugging_face_form(custom, tmp_path):
+def test_custom_model_has_no_hugging_face_format(custom, tmp_path):
     with refused(ed.ConversionError, "transformers"):
         ed.save_hf(custom, tmp_path / "new")
 
 
-def test_a_narrow_output_needs_a_chained_block():
+def test_out_dim_requires_a_chained_block():
     for residual in ("sequential", "parallel", "none"):
         with refused(ed.ConfigError, "out_dim=4", "BlockConfig.residual='chained'"):
             dataclasses.replace(CUSTOM.blocks[0], residual=residual)
 
 
 @pytest.mark.slow
-def test_dropout_is_that_of_the_whole_output():
+def test_dropout_applies_to_the_output_of_the_chained_block():
     block = dataclasses.replace(CUSTOM.blocks[0], dropout=0.5)
     dropping, bare = (filled(dataclasses.replace(CUSTOM, blocks=(one,))) for one in (block, CUSTOM.blocks[0]))
     run = eqx.filter_jit(lambda model, key: model(TOKENS, key=key).hidden)
@@ -282,7 +282,7 @@ GPT3_SIZES = {
     "gpt3-22b": (48, 6144, 24_576, 24, 256, 32_768, 16_384),
     "gpt3-175b": (96, 12_288, 49_152, 96, 128, 50_304, 16_384),
 }
-# the smallest, added up with pencil and paper: tables of tokens and positions, final norm, block
+# parameters of the smallest model, counted by hand: token and position tables, final norm, block
 GPT3_PARAMETERS = {"gpt3-52k": 16_384 + 32_768 + 32 + 3280}
 GPT3_SMALL = DecoderSizes(
     vocab_size=32, embed_dim=8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=12, eps=1e-5, tied=True,
@@ -291,7 +291,7 @@ GPT3_SMALL = DecoderSizes(
 
 
 @pytest.mark.parametrize("name", GPT3_SIZES)
-def test_parameters_of_gpt3_are_those_of_the_formula(name):
+def test_parameter_counts_of_gpt3_match_the_formula(name):
     layers, embed, mlp, heads, head_dim, vocab, positions = GPT3_SIZES[name]
     wide = heads * head_dim
     norm = 2 * embed
@@ -301,7 +301,7 @@ def test_parameters_of_gpt3_are_those_of_the_formula(name):
     assert ed.count_parameters(ed.get_config(name)) == count == GPT3_PARAMETERS.get(name, count)
 
 
-def test_names_of_gpt3_say_billions():
+def test_names_of_gpt3_models_give_billions_of_parameters():
     for name, billions in (("gpt3-6b", 6), ("gpt3-22b", 22), ("gpt3-175b", 175)):
         assert ed.count_parameters(ed.get_config(name)) / 1e9 == pytest.approx(billions, rel=0.07)
 
@@ -311,7 +311,7 @@ def test_new_norms_of_gpt3_store_a_scale_of_zero():
     assert not np.any(block.scale) and not np.any(block.bias)
 
 
-def test_dropout_goes_everywhere():
+def test_dropout_argument_sets_all_dropout_fields():
     config = gpt3(GPT3_SMALL, max_positions=16, dropout=0.1)
     assert (config.dropout, config.blocks[0].dropout, config.blocks[0].mlp.dropout) == (0.1,) * 3
     config = maxtext.default(maxtext.BASE, dropout=0.25)
@@ -319,7 +319,7 @@ def test_dropout_goes_everywhere():
 
 
 @pytest.mark.slow
-def test_the_forward_pass_of_gpt3_is_the_formula():
+def test_forward_pass_of_gpt3_matches_the_formula():
     model = filled(gpt3(GPT3_SMALL, max_positions=16))
     tokens = some_tokens(2, 5)
     positions, same_segment = np.tile(np.arange(5), (2, 1)), np.ones((2, 5), int)

@@ -1,4 +1,4 @@
-"""The mLSTM, against its law token by token, stabilized as the paper writes it: values and gradients."""
+"""The mLSTM against its recurrence, token by token, stabilized as in the paper: values and gradients."""
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ from tests.layers.common import context, drawn, normal
 
 
 def one_by_one(layer, x, real, starts):
-    """The law of a token and a head: S and n are divided by e^m."""
+    """Compute the recurrence for one head: S and n are divided by e^m."""
     config, cap = layer.config, layer.config.gate_cap
 
     def token(carry, inputs):
@@ -52,7 +52,7 @@ def one_by_one(layer, x, real, starts):
 @pytest.mark.slow(fast=("40.0",))
 @pytest.mark.parametrize("gate_cap", [3.0, 40.0])
 def test_matches_definition(gate_cap):
-    """Of packed rows with padding; with gates far apart, and an `eps` that is seen."""
+    """Packed rows with padding, gates of very different size, and an `eps` that changes the result."""
     config = MLSTMConfig(num_heads=2, key_dim=3, value_dim=4, gate_cap=gate_cap, eps=0.1, norm_eps=0.1)
     layer, x = drawn(lambda key: config.build(5, key=key)), jnp.asarray(normal(2, 70, 5))
     layer = eqx.tree_at(lambda layer: layer.input_gate, layer, 3 * layer.input_gate)

@@ -1,7 +1,7 @@
-"""Layers of multi-token prediction that transformers leaves out: read, written, and run as vLLM and SGLang do.
+"""Layers of multi-token prediction (depths), which transformers ignores: read, written, and run as in vLLM and SGLang.
 
-No reference runs them here, so the formula is written out in NumPy from the tensors of the file; only their blocks,
-which are of a kind that the model's own layers have, are the library's.
+The formula is computed in NumPy from the tensors of the file. The blocks, whose type also exists in the decoder, are
+computed by the library.
 """
 
 import dataclasses
@@ -29,21 +29,21 @@ from tests.models import filled
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """How a family stores its depths. Each depth projects a token and the stream, and has a block.
+    """Tensor names of the depths of a family. A depth projects a token and the stream, and has a block.
 
     **Arguments:**
 
-    - `fixture`: a checkpoint with such blocks.
-    - `prefixes`: of the names of the tensors of each depth.
-    - `sources`: prefixes of layers of the fixture whose tensors the block has, and what their names begin with there.
+    - `fixture`: checkpoint without depths.
+    - `prefixes`: of the tensor names of each depth.
+    - `sources`: layers of the fixture from which the block's tensors are copied, and their new prefixes.
     - `norms`: of the embedding, of the stream, and before the head.
-    - `kernels`: one matrix for both, the embedding's part first, or one for each.
-    - `copies`: tensors of a depth that repeat the model's.
-    - `count_key`: the key that counts depths; None if files do not have it.
+    - `kernels`: one matrix for both inputs (embedding first), or one matrix per input.
+    - `copies`: tensors of a depth that repeat tensors of the model.
+    - `count_key`: the key with the number of depths, or None.
     - `ends`: the model's table, final norm and head.
     - `offset`: 1 if norms are stored as w - 1.
-    - `streams`: residual streams, all of which a depth reads.
-    - `normed_depths`: a later depth reads what the one before it gives after its final norm.
+    - `streams`: number of residual streams; a depth reads all of them.
+    - `normed_depths`: a later depth reads the output of the previous depth after its final norm.
     """
 
     fixture: str
@@ -195,7 +195,7 @@ def by_hand(kind: str, model, hidden, tensors, tokens, eps: float) -> list[np.nd
     table, last_norm, head = ends(kind, tensors)
     head, table = table if head is None else head, table.astype(np.float64)
     hidden = np.asarray(hidden, np.float64)
-    # all streams as they are, or the only one as the head reads it
+    # all streams; with one stream, the input of the head
     if stored.streams > 1:
         stream = hidden.reshape(*tokens.shape, stored.streams, -1)
     else:
@@ -206,7 +206,7 @@ def by_hand(kind: str, model, hidden, tensors, tokens, eps: float) -> list[np.nd
         norms = (own.get(f"{name}.weight") for name in stored.norms)
         embed_norm, stream_norm, final_norm = (None if x is None else stored.offset + x for x in norms)
         later = rms(table[np.roll(tokens, -depth - 1, axis=1)], embed_norm, eps)
-        if kind == "qwen4_exp_text":  # all streams together
+        if kind == "qwen4_exp_text":  # all streams
             before = rms(stream.reshape(*tokens.shape, -1), stream_norm, eps).reshape(stream.shape)
         else:
             before = rms(stream, stream_norm, eps)
@@ -274,12 +274,12 @@ def test_stored_depths_are_read_written_and_run_by_the_formula(kind, tmp_path):
         assert count > 0 and not different
 
 
-OTHER_NAMES = ("deepseek_v4", "longcat_flash", "mimo", "mimo_v2_flash")  # than those of their layers
+OTHER_NAMES = ("deepseek_v4", "longcat_flash", "mimo", "mimo_v2_flash")  # than the settings of their layers
 
 
 @pytest.mark.slow(fast=("ernie4_5_moe", "qwen3_5_text"))
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in OTHER_NAMES])
-def test_tensors_of_a_depth_mean_what_those_of_layers_do(kind):
+def test_tensors_of_depths_have_the_layout_of_layer_tensors(kind):
     stored = KINDS[kind]
     content = json.loads((FIXTURES / stored.fixture / "config.json").read_text())
     if stored.count_key is None:
@@ -309,17 +309,17 @@ def test_tensors_of_a_depth_mean_what_those_of_layers_do(kind):
     ],
     ids=["deepseek_v3", "glm4_moe", "mimo_v2_flash"],
 )
-def test_depths_are_counted_in_the_files(kind, attributes, tmp_path):
+def test_depths_are_counted_by_the_tensors_of_the_files(kind, attributes, tmp_path):
     written(kind, tmp_path / "model")
     config = ed.abstract_hf(tmp_path / "model").config
     assert {name: getattr(config.mtp, name) for name in attributes} == attributes
-    if kind != "mimo_v2_flash":  # whose depths have windows, and no experts
+    if kind != "mimo_v2_flash":  # its depths have windows and no experts
         assert config.mtp.block == config.blocks[-1]
 
 
 @pytest.mark.slow
-def test_a_depth_that_is_not_stored_is_not_there(tmp_path):
-    """transformers does not write the depths, but writes the key that counts them."""
+def test_depths_without_tensors_are_not_loaded(tmp_path):
+    """transformers writes the number of depths into the config, but not their tensors."""
     names = [name for name in written("deepseek_v3", tmp_path / "all", 1) if name.startswith("model.layers.2.")]
     written("deepseek_v3", tmp_path / "none", 1, **dict.fromkeys(names))
     assert ed.load_hf(tmp_path / "none").mtp is None
@@ -328,7 +328,7 @@ def test_a_depth_that_is_not_stored_is_not_there(tmp_path):
     assert ed.abstract_hf(tmp_path / "bare").mtp is not None
 
 
-def test_a_key_that_counts_depths_needs_their_tensors(tmp_path):
+def test_count_key_without_tensors_gives_no_depths(tmp_path):
     shutil.copytree(FIXTURES / "qwen3_5_dense", tmp_path / "none")
     content = json.loads((tmp_path / "none" / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
     (tmp_path / "none" / "config.json").write_text(json.dumps(content))
@@ -345,13 +345,13 @@ def test_a_key_that_counts_depths_needs_their_tensors(tmp_path):
     ],
     ids=["deepseek_v3", "mimo_v2_flash", "qwen3_next"],
 )
-def test_no_tensor_of_a_stored_depth_may_be_missing(kind, tensor, tmp_path):
+def test_missing_tensors_of_a_depth_are_refused(kind, tensor, tmp_path):
     written(kind, tmp_path / "model", **{tensor: None})
     with refused(ed.ConversionError, tensor):
         ed.abstract_hf(tmp_path / "model")
 
 
-def test_another_table_of_a_depth_is_refused(tmp_path):
+def test_different_embedding_of_a_depth_is_refused(tmp_path):
     table = "model.layers.2.embed_tokens.weight"
     written("deepseek_v3", tmp_path / "model", 1, **{table: np.ones((64, 24), np.float32)})
     with refused(ed.ConversionError, table):
@@ -365,21 +365,22 @@ def test_families_without_depths_do_not_write_them(tmp_path):
     ed.save_hf(model.without_mtp(), tmp_path / "model", family="llama")
 
 
-def test_blocks_that_depths_of_mimo_v2_flash_have_must_be_there():
+def test_depths_of_mimo_v2_flash_need_matching_layers():
     with refused(ed.ConversionError, "experts"):
         decode(sample("mimo_v2_flash", num_nextn_predict_layers=1, mlp_layer_types=["sparse"] * 3))
 
 
 @pytest.mark.parametrize("kind, field", [("longcat_flash", "final_norm"), ("qwen3_next", "blocks")])
-def test_depths_need_the_norm_and_the_attention_that_they_have(kind, field):
+def test_unsupported_norm_or_attention_of_depths_is_refused(kind, field):
     config = decode(sample(kind))
-    value = None if field == "final_norm" else config.blocks[:1]  # the first layer of Qwen3-Next has no attention
+    # the first layer of Qwen3-Next has no softmax attention
+    value = None if field == "final_norm" else config.blocks[:1]
     with refused(ed.ConversionError, f"DecoderConfig.{field}"):
         FAMILIES[kind].with_depths(dataclasses.replace(config, **{field: value}), 1)
 
 
-def test_depths_that_no_setting_counts_are_left_out():
-    """transformers ignores all depths."""
+def test_depths_without_a_count_key_are_ignored():
+    """As all depths are in transformers."""
     for kind, name in (
         ("ernie4_5_moe", "model.mtp_block.0.mlp.up_proj.weight"), ("nemotron_h", "mtp.layers.0.enorm.weight"),
         ("qwen4_exp_text", "mtp.fc_hidden.weight"),
@@ -392,11 +393,11 @@ def test_depths_that_no_setting_counts_are_left_out():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name", "tensors", "numbers"), [
-    # besides 333 tensors of the encoder, and 3 of the numbers of hashes, of 1,658
+    # besides 333 tensors of the encoder and 3 of the n-gram hashes, of 1,658 tensors
     ("qwen4_exp_text", "qwen4-exp", 1322, 179_551_050_368),
-    ("nemotron_h", "nemotron3-nano-30b-a3b", 6513, 32_913_266_240),  # Nemotron 3.5 Lightning: the same with a depth
+    ("nemotron_h", "nemotron3-nano-30b-a3b", 6513, 32_913_266_240),  # Nemotron 3.5 Lightning: with one depth
 ])  # fmt: skip
-def test_published_files_have_these_tensors_and_numbers(kind, name, tensors, numbers):
+def test_tensor_and_parameter_counts_of_published_files(kind, name, tensors, numbers):
     family = FAMILIES[kind]
     model = abstract(family.decode(family.encode(ed.get_config(name)) | {KINDS[kind].count_key: 1})[0])
     stored = family.for_tensors(["model.layers.0.mlp.experts.gate_up_proj"] if family.fused else [])
@@ -404,7 +405,7 @@ def test_published_files_have_these_tensors_and_numbers(kind, name, tensors, num
     assert sum(leaf.size for leaf in named_leaves(model).values()) == numbers
 
 
-def test_published_files_of_hy3_have_these_tensors_and_numbers():
+def test_tensor_and_parameter_counts_of_published_hy3_files():
     family = FAMILIES["hy_v3"]
     settings = family.encode(ed.get_config("hy3-295b-a21b")) | {"num_nextn_predict_layers": 1}
     model = abstract(family.decode(settings)[0])
@@ -413,7 +414,7 @@ def test_published_files_of_hy3_have_these_tensors_and_numbers():
     assert sum(leaf.size for leaf in named_leaves(model).values()) == 298_786_155_776
 
 
-def test_a_depth_of_longcat_is_a_block_without_experts_with_the_models_table():
+def test_depth_of_longcat_has_no_experts_and_shares_the_embedding():
     config = decode(sample("longcat_flash", num_nextn_predict_layers=1))
     assert config.mtp.block == dataclasses.replace(config.blocks[1], shortcut_from=None)
     table = "model.mtp.embed_tokens.weight"
@@ -424,7 +425,7 @@ def test_a_depth_of_longcat_is_a_block_without_experts_with_the_models_table():
         FAMILIES["longcat_flash"].bind(two)
 
 
-def test_all_streams_are_read_where_they_have_weights():
+def test_depth_with_stream_weights_reads_all_streams():
     config = decode(sample("deepseek_v4", num_nextn_predict_layers=1))
     assert config.hidden_features == 2 * config.embed_dim
     for changes, name in (

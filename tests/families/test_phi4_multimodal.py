@@ -1,4 +1,4 @@
-"""Phi-4 multimodal as in transformers: images as tiles, audio alone and beside images, its adapters, settings."""
+"""Phi-4 multimodal against transformers: images as tiles, audio with and without images, adapters, settings."""
 
 import dataclasses
 import json
@@ -34,8 +34,8 @@ def model():
     return ed.load_hf(DIRECTORY)
 
 
-def of(group: str) -> tuple[dict, dict]:
-    """Arguments of transformers' forward, and what it computed: with images and audio, or of audio alone."""
+def recorded(group: str) -> tuple[dict, dict]:
+    """Return the inputs of transformers' forward pass and its results, with images and audio or with audio only."""
     found = {name.removeprefix(group): x for name, x in ARRAYS.items() if name.startswith(group)}
     inputs = {name.removeprefix("inputs/"): x for name, x in found.items() if name.startswith("inputs/")}
     return inputs, found
@@ -43,17 +43,17 @@ def of(group: str) -> tuple[dict, dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", ["", "alone/"])
-def test_logits_are_those_of_transformers(model, group):
-    """Two images whose padding ends within tokens; speech has a projector of its own where there are none."""
-    inputs, wanted = of(group)
+def test_logits_match_transformers(model, group):
+    """Two images with partial padding of tokens. Without images, speech has a separate projector."""
+    inputs, wanted = recorded(group)
     media = ed.Media.create(model.config, **inputs)
     assert_allclose(model(inputs["input_ids"], media=media).logits, wanted["logits"], atol=2e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", ["", "alone/"])
-def test_features_and_greedy_tokens_are_those_of_transformers(model, group):
-    inputs, wanted = of(group)
+def test_features_and_greedy_tokens_match_transformers(model, group):
+    inputs, wanted = recorded(group)
     media, count = ed.Media.create(model.config, **inputs), wanted["generated_ids"].shape[1]
     features = np.asarray(model.encode(media).features)[: len(wanted["features"])]
     assert_allclose(features, wanted["features"], atol=1e-4)
@@ -62,9 +62,9 @@ def test_features_and_greedy_tokens_are_those_of_transformers(model, group):
 
 
 @pytest.mark.slow
-def test_a_mesh_gives_the_same(model):
-    inputs, wanted = of("")
-    whole = dict.fromkeys(("inner", "outer", "filters", "qkv_heads", "heads"), ())  # sizes that nothing divides
+def test_mesh_does_not_change_the_result(model):
+    inputs, wanted = recorded("")
+    whole = dict.fromkeys(("inner", "outer", "filters", "qkv_heads", "heads"), ())  # sizes that no mesh axis divides
     for sizes in (dict(data=2, tensor=2, context=2), dict(data=2, fsdp=2, context=2)):
         placed = model.place(ed.Layout.create(**sizes, weights=WEIGHTS | whole))
         media = ed.Media.create(model.config, **inputs, groups=2)
@@ -72,8 +72,8 @@ def test_a_mesh_gives_the_same(model):
 
 
 @pytest.mark.slow
-def test_an_export_is_the_same_to_the_bit(model, tmp_path):
-    """But for a head of the image encoder that nothing reads."""
+def test_export_is_bit_equal(model, tmp_path):
+    """Without a head of the image encoder, which is unused."""
     ed.save_hf(model, tmp_path / "new")
     before, after = (load_file(folder / "model.safetensors") for folder in (DIRECTORY, tmp_path / "new"))
     assert {name for name in before if not name.startswith(HEAD)} == after.keys()
@@ -86,7 +86,7 @@ def test_an_export_is_the_same_to_the_bit(model, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_decoder_alone(model, tmp_path):
+def test_decoder_without_encoders(model, tmp_path):
     text, ids = ed.load_hf(DIRECTORY, text_only=True), np.arange(1, 9)[None]
     assert text.config == dataclasses.replace(model.config, media=None)
     assert_array_equal(text(ids).logits, model(ids).logits)
@@ -95,8 +95,8 @@ def test_the_decoder_alone(model, tmp_path):
 
 
 @pytest.mark.slow
-def test_adapters_of_a_modality_are_peft_s(model, tmp_path):
-    """In directories of their own beside the weights: `vision-lora` and `speech-lora`."""
+def test_adapters_of_modalities_match_peft(model, tmp_path):
+    """They are in the subdirectories `vision-lora` and `speech-lora`."""
     draws, tensors, module = np.random.default_rng(0), {}, "model.layers.{}.self_attn.qkv_proj"
     for layer in range(2):
         for name, shape in (("A", (3, 8)), ("B", (24, 3))):
@@ -117,16 +117,16 @@ def test_adapters_of_a_modality_are_peft_s(model, tmp_path):
 # --- layers ---
 
 
-def test_parts_stand_before_the_whole():
-    """Three rows of tokens of the parts, which have four; a vector in between, and one behind each line."""
+def test_tokens_of_tiles_precede_the_overview():
+    """Three lines of four tile tokens, a separator vector, and one vector at the end of each line."""
     tiles = TilesConfig(side=4, sizes=(), whole="last")
     order = token_order(tiles, 8, 4, 2, (3, 2)).tolist()
     assert order == [4, 5, LINE_END, 6, 7, LINE_END, 8, 9, LINE_END, DIVIDER, 0, 1, LINE_END, 2, 3, LINE_END]
 
 
 @pytest.mark.slow
-def test_longer_clips_are_cut_and_filled_up(model):
-    """Behind the stem, and the last piece with zeros, which its tokens hear."""
+def test_long_clips_are_split_and_padded(model):
+    """After the convolutions. The last piece is padded with zeros, to which its tokens attend."""
     config = model.config
     stem = dataclasses.replace(config.media.audio.stem, longest=2)
     audio = dataclasses.replace(config.media.audio, stem=stem)
@@ -147,8 +147,8 @@ def test_longer_clips_are_cut_and_filled_up(model):
     assert_allclose(found, wanted, atol=1e-5)
 
 
-def test_files_become_as_many_tokens_as_features(tmp_path):
-    """By the settings of a directory, and of images whose padding ends within tokens."""
+def test_numbers_of_placeholders_and_features_are_equal(tmp_path):
+    """With the settings of a directory, and images with partial padding of tokens."""
     rules = dict(
         processor_class="Phi4MultimodalProcessor", image_processor=dict(size=dict(height=8, width=8), patch_size=2),
         audio_processor=dict(feature_size=9, audio_compression_rate=8), image_token="<i>", audio_token="<a>",
@@ -180,7 +180,7 @@ REFUSED_INPUTS = {
 
 
 @pytest.mark.parametrize("given, names", REFUSED_INPUTS.values(), ids=REFUSED_INPUTS)
-def test_arrays_that_do_not_fit_are_refused(given, names):
+def test_refuses_inconsistent_arrays(given, names):
     config = decode(CONTENT)
     assert ed.Media.create(config, **IMAGE, image_attention_mask=MASK).images is not None
     with refused(ed.DataError, *names):
@@ -190,9 +190,9 @@ def test_arrays_that_do_not_fit_are_refused(given, names):
 # --- settings ---
 
 
-def test_the_published_configuration_is_ours():
+def test_published_configuration():
     config = ed.get_config("phi4-multimodal-4.7b")
     assert decode(settings("phi4-multimodal-4.7b", {})) == config
     assert decode(FAMILIES["phi4_multimodal"].encode(config)) == config
-    # without adapters, and without the head of the image encoder, which nothing reads
+    # without adapters, and without the unused head of the image encoder
     assert ed.count_parameters(config) == 4_728_765_840

@@ -1,4 +1,4 @@
-"""Qwen models with encoders: features, positions, logits and tokens as in transformers, and files there and back."""
+"""Qwen models with encoders against transformers: features, positions, logits and tokens, with file round trips."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ def same_weights(one, other) -> bool:
 
 
 def tiny(model: str):
-    """A decoder with an encoder of images, of a few numbers."""
+    """A decoder with a small image encoder."""
     rope = Rope(theta=100.0, sections=(2, 1, 1))
     sizes = EncoderSizes(embed_dim=8, layers=2, heads=2, mlp_dim=12, size=2, out_dim=12)
     shape = DecoderSizes(vocab_size=32, embed_dim=12, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=6)
@@ -58,7 +58,7 @@ def tiny(model: str):
 
 
 def filled(config):
-    """A model of random numbers, without compiling."""
+    """Return a model with random weights, without compilation."""
     numbers = np.random.default_rng(0)
     shapes, static = eqx.partition(ed.abstract(config), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     made = jax.tree.map(lambda leaf: jnp.asarray(numbers.normal(size=leaf.shape), jnp.float32), shapes)
@@ -66,8 +66,8 @@ def filled(config):
 
 
 @functools.cache
-def opened(name):
-    """A model, its media, the same as arrays, and the results of transformers."""
+def model_and_arrays(name):
+    """Return a model, its media, the media as arrays, and the results of transformers."""
     arrays = dict(np.load(FIXTURES / name / "media.npz"))
     inputs = {key.removeprefix("inputs/"): x for key, x in arrays.items() if key.startswith("inputs/")}
     model = ed.load_hf(FIXTURES / name)
@@ -76,8 +76,8 @@ def opened(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_features_logits_and_positions_are_those_of_transformers(name):
-    model, media, inputs, wanted = opened(name)
+def test_features_logits_and_positions_match_transformers(name):
+    model, media, inputs, wanted = model_and_arrays(name)
     features = model.encode(media).features[: len(wanted["features"])]
     assert_allclose(features, wanted["features"], atol=1e-4)
     assert_allclose(model(inputs["input_ids"], media=media).logits, wanted["logits"], atol=5e-4)
@@ -86,8 +86,8 @@ def test_features_logits_and_positions_are_those_of_transformers(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_are_those_of_transformers(name):
-    model, media, inputs, wanted = opened(name)
+def test_greedy_tokens_match_transformers(name):
+    model, media, inputs, wanted = model_and_arrays(name)
     count = wanted["generated_ids"].shape[1]
     made = ed.generate(model, inputs["input_ids"], media=media, max_new_tokens=count, sampler=ed.Greedy())
     assert np.array_equal(made, wanted["generated_ids"])
@@ -95,21 +95,21 @@ def test_tokens_are_those_of_transformers(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_an_export_is_the_same_to_the_bit(name, tmp_path):
-    directory, model = FIXTURES / name, opened(name)[0]
+def test_export_is_bit_equal(name, tmp_path):
+    directory, model = FIXTURES / name, model_and_arrays(name)[0]
     ed.save_hf(model, tmp_path / "new")
     before, after = (load_file(folder / WEIGHTS) for folder in (directory, tmp_path / "new"))
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[name], after[name]) for name in before)
     old, new = content_of(directory), content_of(tmp_path / "new")
     assert decode(new) == decode(old) == model.config
-    assert new["vision_start_token_id"] == old["vision_start_token_id"]  # what transformers looks for
+    assert new["vision_start_token_id"] == old["vision_start_token_id"]  # keys that transformers needs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "plain"), [("qwen2_5_vl", "qwen2"), ("qwen3_omni", "qwen3_moe")])
-def test_the_decoder_alone_is_one_of_its_text_family(name, plain, tmp_path):
-    whole, text = opened(name)[0], ed.load_hf(FIXTURES / name, text_only=True)
+def test_decoder_without_encoders_belongs_to_the_text_family(name, plain, tmp_path):
+    whole, text = model_and_arrays(name)[0], ed.load_hf(FIXTURES / name, text_only=True)
     assert text.config.media is None and text.vision is None
     ids = np.arange(1, 9)[None]
     assert_array_equal(text(ids).logits, whole(ids).logits)
@@ -127,8 +127,8 @@ def time_of(name, frame, seconds):
     return float(int(frame * 3 * seconds)) if name == "qwen2_5" else frame * seconds * 13
 
 
-def counted(name, ids, grids, seconds):
-    """The positions of one row by the rules of the families, token by token; ids are kinds, 9 and 8 begin and end."""
+def positions_by_hand(name, ids, grids, seconds):
+    """Return the positions of a row by the rules of the families; ids are token types, 9 and 8 start and end media."""
     positions, place, at = [], 0.0, 0
     images, videos = iter(grids.get(IMAGE, ())), iter(zip(grids.get(VIDEO, ()), seconds, strict=True))
     while at < len(ids):
@@ -144,7 +144,8 @@ def counted(name, ids, grids, seconds):
         heard, before, stretch = 0, None, []
         while at < len(ids) and (tokens or ids[at] == AUDIO):
             own, heard = ([heard] * 3, heard + 1) if ids[at] == AUDIO else (tokens.pop(0), heard)
-            stretch = [*stretch, own] if ids[at] == before else [own]  # what counts is the last one, of one kind
+            # the position after media follows the last run of tokens of one type
+            stretch = [*stretch, own] if ids[at] == before else [own]
             positions.append([place + number for number in own])
             before, at = ids[at], at + 1
         place += max(number for own in stretch for number in (own if name == "omni" else own[1:])) + 1
@@ -153,16 +154,16 @@ def counted(name, ids, grids, seconds):
 
 CLIP = [VIDEO] * 4
 CASES = [
-    # an image between text; one of a single token; images that touch text only
+    # an image in text; an image of one token; images that are next to text only
     ([TEXT, 9, *[IMAGE] * 6, 8, TEXT, 9, IMAGE, 8], {IMAGE: [(1, 4, 6), (1, 2, 2)]}, ()),
-    # videos: near in time, far apart, of one frame
+    # videos: short intervals, long intervals, one frame
     ([9, *CLIP * 3, 8, TEXT], {VIDEO: [(3, 4, 4)]}, (0.25,)),
     ([9, *CLIP * 2, 8, TEXT, 9, *CLIP, 8], {VIDEO: [(2, 2, 8), (1, 4, 4)]}, (5.0, 2.0)),
-    # audio by themselves
+    # audio without video
     ([TEXT, 9, *[AUDIO] * 5, 8, 9, *[IMAGE] * 2, 8, 9, AUDIO, 8, TEXT], {IMAGE: [(1, 4, 2)]}, ()),
 ]
 MIXED = [
-    # audio between the frames of a video, and what is left of it; then videos that are wider than their audio is long
+    # audio between video frames and after them; then videos that are wider than the audio is long
     ([9, *CLIP, *[AUDIO] * 7, *CLIP, *[AUDIO] * 9, 8, TEXT], {VIDEO: [(2, 4, 4)]}, (0.5,)),
     ([9, *CLIP, *[AUDIO] * 2, *CLIP, 8, TEXT], {VIDEO: [(2, 2, 8)]}, (0.125,)),
     ([9, *CLIP, AUDIO, 8, TEXT, TEXT], {VIDEO: [(1, 2, 8)]}, (0.5,)),
@@ -174,11 +175,11 @@ RULES = {name: decode(content_of(FIXTURES / fixture)).media.positions
 @pytest.mark.parametrize(
     ("name", "case"), [*itertools.product(("qwen2_5",), CASES[:3]), *itertools.product(("omni",), CASES + MIXED)]
 )
-def test_positions_are_counted_like_this(name, case):
+def test_positions_match_the_rules(name, case):
     ids, grids, seconds = case
-    wanted = counted(name, list(ids), grids, seconds)
+    wanted = positions_by_hand(name, list(ids), grids, seconds)
     kinds = np.where(np.isin(ids, (8, 9)), TEXT, ids)
-    # the same behind padding, and once more as a second document
+    # the same row after padding, and again as a second document
     row = np.concatenate([[TEXT] * 2, kinds, kinds])
     segments = np.concatenate([[0] * 2, [1] * len(ids), [2] * len(ids)])
     twice = {kind: [*own] * 2 for kind, own in grids.items()}
@@ -186,7 +187,7 @@ def test_positions_are_counted_like_this(name, case):
     assert np.array_equal(found[0].T, np.concatenate([np.zeros((3, 2)), wanted, wanted], axis=1))
 
 
-def test_as_many_times_as_videos():
+def test_number_of_times_must_equal_the_number_of_videos():
     config = decode(content_of(FIXTURES / "qwen2_5_vl"))
     ids, patches = np.full((1, 4), config.media.video_token), np.zeros((16, 24), np.float32)
     given = dict(input_ids=ids, pixel_values_videos=patches, video_grid_thw=[[1, 4, 4]])
@@ -195,8 +196,8 @@ def test_as_many_times_as_videos():
         ed.Media.create(config, **given, second_per_grid_ts=[0.5, 0.5])
 
 
-def test_short_audio_are_padded_to_the_longest():
-    """As in transformers: convolutions see the zeros behind an audio clip."""
+def test_audio_is_padded_to_the_longest_clip():
+    """As in transformers: convolutions read the zeros after a clip."""
     config = decode(content_of(FIXTURES / "qwen3_omni"))
     token = config.media.audio_token
 
@@ -214,8 +215,8 @@ def test_short_audio_are_padded_to_the_longest():
 # --- files -----------------------------------------------------------------------------------------------
 
 
-def flat(content) -> dict:
-    """As the first files have it: the decoder's settings beside those of the encoder."""
+def flat_config(content) -> dict:
+    """Write the config like the first files: the settings of the decoder are at the top level."""
     text, vision = content["text_config"], content["vision_config"]
     rope = text["rope_parameters"]
     outer = {key: x for key, x in content.items() if key not in ("text_config", "vision_config")}
@@ -229,9 +230,9 @@ def flat(content) -> dict:
             "vision_config": {**vision, "in_chans": 3, "spatial_patch_size": 2}}  # fmt: skip
 
 
-def doubled(content) -> dict:
-    """As later ones have it: in both places, and the decoder's under the name of the whole."""
-    settings = flat(content)
+def duplicated_config(content) -> dict:
+    """Write the config like later files: settings in both places, and the outer model_type in the decoder."""
+    settings = flat_config(content)
     text = {**content["text_config"], "architectures": content["architectures"], "image_token_id": None,
             "vision_start_token_id": 7, "tie_word_embeddings": settings.pop("tie_word_embeddings")}  # fmt: skip
     text |= {"rope_theta": settings["rope_theta"], "rope_scaling": {**text.pop("rope_parameters"), "type": "mrope"}}
@@ -239,16 +240,16 @@ def doubled(content) -> dict:
     return {**settings, "text_config": text, "vision_config": vision, "hidden_size": 99}
 
 
-@pytest.mark.parametrize("spelling", [flat, doubled])
-def test_old_settings_mean_the_same(spelling):
+@pytest.mark.parametrize("spelling", [flat_config, duplicated_config], ids=["flat", "doubled"])
+def test_legacy_settings_are_equivalent(spelling):
     content = content_of(FIXTURES / "qwen2_5_vl")
     assert decode(spelling(content)) == decode(content)
 
 
 @pytest.mark.slow
-def test_names_that_transformers_has_in_memory_are_read(tmp_path):
+def test_tensor_names_in_the_memory_of_transformers_are_read(tmp_path):
     directory = FIXTURES / "qwen2_5_vl"
-    (tmp_path / "config.json").write_text(json.dumps(flat(content_of(directory))))
+    (tmp_path / "config.json").write_text(json.dumps(flat_config(content_of(directory))))
     tensors = load_file(directory / WEIGHTS)
     inner = {name: f"model.{name.replace('model.', 'language_model.')}" for name in tensors}
     save_file({inner[name]: x for name, x in tensors.items()}, tmp_path / WEIGHTS)
@@ -258,7 +259,7 @@ def test_names_that_transformers_has_in_memory_are_read(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_thinker_of_a_whole_model(tmp_path):
+def test_thinker_is_read_from_a_complete_model(tmp_path):
     directory = FIXTURES / "qwen3_omni"
     inner = {key: x for key, x in content_of(directory).items() if key not in ("architectures", "dtype")}
     whole = {
@@ -285,8 +286,8 @@ def test_the_thinker_of_a_whole_model(tmp_path):
 
 
 @pytest.mark.slow
-def test_matrices_of_experts_are_read_both_ways(tmp_path):
-    """Published files of Qwen3-VL have `[in, out]`, transformers 5 writes `[out, in]`."""
+def test_expert_matrices_of_both_orientations_are_read(tmp_path):
+    """Published files of Qwen3-VL have `[in, out]`. transformers 5 writes `[out, in]`."""
     model = filled(tiny("moe"))
     ed.save_hf(model, tmp_path / "new", family="qwen3_vl_moe")
     tensors = load_file(tmp_path / "new" / WEIGHTS)
@@ -304,7 +305,7 @@ def test_matrices_of_experts_are_read_both_ways(tmp_path):
 
 
 @pytest.mark.slow
-def test_multi_token_prediction_stays_beside_an_encoder(tmp_path):
+def test_multi_token_prediction_with_an_encoder(tmp_path):
     model = filled(tiny("hybrid"))
     ed.save_hf(model, tmp_path / "new", family="qwen3_5")
     names = load_file(tmp_path / "new" / WEIGHTS).keys()
@@ -316,7 +317,7 @@ def test_multi_token_prediction_stays_beside_an_encoder(tmp_path):
     assert same_weights(ed.load_hf(tmp_path / "text"), text)
 
 
-def test_a_new_thinker_has_the_tokens_that_transformers_looks_for():
+def test_new_thinker_has_the_token_ids_that_transformers_needs():
     assert not set(FAMILIES["qwen3_omni_moe_thinker"].default_settings) - set(omni.FAMILY.ignored_keys)
     written = FAMILIES["qwen3_omni_moe_thinker"].encode(ed.get_config("qwen3-omni-30b-a3b-thinker"))
     audio = written["audio_config"]
@@ -346,7 +347,7 @@ def test_published_models_have_a_config_json(kind, name):
     assert ed.DecoderConfig.from_json(config.to_json()) == config
 
 
-# what the published files hold
+# numbers of the published files
 PARAMETERS = {
     "qwen2.5-vl-3b": 3_754_622_976,
     "qwen2.5-vl-7b": 8_292_166_656,
@@ -358,12 +359,12 @@ PARAMETERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_parameters_are_the_published_ones(name):
+def test_parameter_counts_of_published_models(name):
     leaves = named_leaves(ed.abstract(ed.get_config(name)))
     assert sum(leaf.size for leaf in leaves.values()) == PARAMETERS[name]
 
 
-def test_windows_are_those_of_the_file():
+def test_windows_of_published_models():
     masks = [block.mixer.mask for block in ed.get_config("qwen2.5-vl-7b").media.vision.blocks]
     assert [index for index, mask in enumerate(masks) if mask == Bidirectional()] == [7, 15, 23, 31]
     assert set(masks) == {Bidirectional(), Bidirectional(64)}

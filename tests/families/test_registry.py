@@ -1,4 +1,4 @@
-"""Every published model by name: parameters counted to the last one, and `config.json` as published."""
+"""Published models by name: exact parameter counts, and `config.json` as published."""
 
 import dataclasses
 import importlib
@@ -18,8 +18,8 @@ from tests.families.published import FILES
 from tests.families.samples import decode
 
 
-# What the published files hold. Of the Gemmas other sizes of the vocabulary have been published, too: here it is the
-# one of Google's own files, 128 more (Gemma, Gemma 2) or 64 fewer (Gemma 3) rows than in those on Hugging Face.
+# Parameter counts of the published files. The Gemma models were also published with other vocabulary sizes. These are
+# the sizes of Google's own files, with 128 more rows (Gemma, Gemma 2) or 64 fewer (Gemma 3) than on Hugging Face.
 PARAMETERS = {
     "llama2-7b": 6_738_415_616, "llama2-13b": 13_015_864_320, "llama2-70b": 68_976_648_192, "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496, "llama3-405b": 405_853_388_800, "llama3.1-8b": 8_030_261_248,
@@ -37,7 +37,7 @@ PARAMETERS = {
     "gemma2-2b": 2_614_341_888 + 128 * 2304, "gemma2-9b": 9_241_705_984 + 128 * 3584,
     "gemma2-27b": 27_227_128_320 + 128 * 4608, "gemma3-1b": 999_885_952, "gemma3-4b": 3_880_263_168 - 64 * 2560,
     "gemma3-12b": 11_766_034_176 - 64 * 3840, "gemma3-27b": 27_009_346_304 - 64 * 5376,
-    "gemma3n-e2b": 4_456_156_768 - 10 * (2 * 2048 * 512 + 256),  # keys and values that no layer uses
+    "gemma3n-e2b": 4_456_156_768 - 10 * (2 * 2048 * 512 + 256),  # unused keys and values of some layers
     "gemma3n-e4b": 6_866_696_688 - 15 * (2 * 2048 * 512 + 256), "gemma4-e2b": 4_628_569_379,
     "gemma4-e4b": 7_463_013_418, "gemma4-26b": 25_233_141_790, "gemma4-31b": 30_697_345_340,
     "olmo3-7b": 7_298_011_136, "olmo3-7b-pt": 7_298_011_136, "olmo3-32b": 32_233_522_176, "olmo-1b": 1_176_764_416,
@@ -100,7 +100,7 @@ PARAMETERS = {
     "gpt-neox-20b": 20_554_567_680,
     "phi1-1.4b": 1_418_270_720, "phi1.5-1.4b": 1_418_270_720, "phi2-2.8b": 2_779_683_840,
     "gptj-6b": 6_050_882_784,
-    "falcon-7b": 7_217_189_760 - 65_024 * 4544,  # the files hold the table twice
+    "falcon-7b": 7_217_189_760 - 65_024 * 4544,  # the files contain the table twice
     "falcon-40b": 41_835_970_560 - 65_024 * 8192, "falcon-180b": 179_522_565_120 - 65_024 * 14_848,
     "falcon-rw-1b": 1_311_625_216, "falcon-rw-7b": 7_516_020_736, "falcon2-11b": 11_102_822_400,
     "command-r-35b": 34_980_831_232, "command-r-08-2024-32b": 32_296_476_672,
@@ -163,13 +163,13 @@ FAST_WITH_ENCODERS = ("gemma4-26b-vision", "internvl3.5-1b", "llava1.6-mistral-7
 
 @pytest.mark.slow(fast=FAST)
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_parameters_are_the_published_ones(name):
+def test_parameter_counts_of_published_models(name):
     assert ed.count_parameters(ed.get_config(name)) == PARAMETERS[name]
 
 
 @pytest.mark.slow(fast=(*FAST, *FAST_WITH_ENCODERS))
 @pytest.mark.parametrize("name", ed.list_models())
-def test_every_listed_model_is_a_value(name):
+def test_listed_configs_are_hashable_values(name):
     config = ed.get_config(name)
     assert config == ed.get_config(name)
     assert hash(config) == hash(ed.get_config(name))
@@ -194,11 +194,11 @@ def test_unknown_names_are_refused_with_the_nearest(name, near):
         ed.get_config("")
 
 
-def test_tiny_is_tiny():
+def test_tiny_has_few_parameters():
     assert 4_500_000 < ed.count_parameters(ed.get_config("tiny")) < 5_500_000
 
 
-def test_a_token_uses_as_much_of_tiny_moe_as_of_tiny():
+def test_active_parameters_of_tiny_moe_equal_tiny():
     dense, sparse = ed.get_config("tiny"), ed.get_config("tiny-moe")
     experts = sparse.blocks[0].mlp
     assert experts.shared.mlp_dim + experts.num_experts_per_token * experts.mlp_dim == dense.blocks[0].mlp.mlp_dim
@@ -208,12 +208,12 @@ def test_a_token_uses_as_much_of_tiny_moe_as_of_tiny():
 
 
 def without_mtp(config) -> ed.DecoderConfig:
-    """Without multi-token prediction, which transformers leaves out."""
+    """Remove multi-token prediction, which transformers ignores."""
     return dataclasses.replace(config, mtp=None)
 
 
 @pytest.mark.parametrize("repository", FILES)
-def test_a_published_file_describes_its_model(repository):
+def test_published_config_gives_the_listed_model(repository):
     name, content = FILES[repository]
     family = find_family(content["model_type"])
     config, kept = family.decode(json.loads(json.dumps(content)))
@@ -228,7 +228,7 @@ def test_a_published_file_describes_its_model(repository):
 
 @pytest.mark.parametrize("name", ["olmo2-7b", "olmo3-7b"])
 def test_save_hf_finds_the_family_of_a_listed_model(name):
-    """Of the families that can express the model: Olmo 3 can express OLMo 2, as layers without windows."""
+    """It is one of the families that can express the model: Olmo 3 can express OLMo 2 as layers without windows."""
     model = ed.abstract(ed.get_config(name))
     assert export_config(model)[0].model_type == name.partition("-")[0]
 
@@ -240,8 +240,8 @@ def test_an_alias_is_not_written():
         find_family("kimi_k3")
 
 
-def test_the_index_names_all_families_and_models():
-    """`MODULES` lists what the modules define: model types with aliases, and the first words of models' names."""
+def test_index_lists_all_families_and_models():
+    """`MODULES` lists the model types, with aliases, and the prefixes of model names of each module."""
     found = {}
     for info in pkgutil.walk_packages(families.__path__, f"{families.__name__}."):
         module = importlib.import_module(info.name)
@@ -254,7 +254,7 @@ def test_the_index_names_all_families_and_models():
 
 
 def test_register_family(monkeypatch):
-    for name in ("_families", "_registered"):  # registrations are undone
+    for name in ("_families", "_registered"):  # restores the registry
         monkeypatch.setattr(registry.FAMILIES, name, dict(getattr(registry.FAMILIES, name)))
     monkeypatch.setattr(registry, "_REGISTERED_MODELS", {})
     llama = find_family("llama")
@@ -265,9 +265,9 @@ def test_register_family(monkeypatch):
     assert ed.get_config("own-1b") == ed.get_config("tiny") and len(ed.get_config("own-2b").blocks) == 2
     assert find_family("older") is FAMILIES["own"] is own and "own-1b" in ed.list_models()
     again = dataclasses.replace(own, architecture="OwnForCausalLM", aliases=())
-    ed.register_family(again)  # a notebook may run its cell again
+    ed.register_family(again)  # a notebook cell may run again
     assert find_family("own") is again and not registry.is_known("older")
-    ed.register_family(own, {"qwen3": lambda: ed.get_config("tiny")})  # a model may have the name of a family
+    ed.register_family(own, {"qwen3": lambda: ed.get_config("tiny")})  # a model may have the same name as a family
     for wrong, models, name in (
         (dataclasses.replace(llama, model_type="qwen3"), {}, "'qwen3'"),
         (llama, {}, "'llama'"),

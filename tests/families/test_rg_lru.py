@@ -1,4 +1,4 @@
-"""The real-gated linear recurrent unit, against loops."""
+"""The real-gated linear recurrent unit (RG-LRU) against loops."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def part(leaf) -> Any:
 
 
 def by_hand(layer, x, positions, segments):
-    """Token by token, a state for each document, without padding."""
+    """Compute token by token, with one state per document and without padding."""
     into = ((layer.value, layer.value_bias), (layer.gate, layer.gate_bias))
     stream, gate = (np.einsum("bte,ehv->bthv", x, part(matrix)) + part(bias) for matrix, bias in into)
     taps, config, out = part(layer.taps), layer.config, np.zeros((*x.shape[:2], layer.out.shape[2]))
@@ -46,8 +46,8 @@ def by_hand(layer, x, positions, segments):
     return out + part(layer.out_bias)
 
 
-def test_it_is_the_loop():
-    """Of packed rows with padding in between; documents that begin behind position 0, and a second 0 in one."""
+def test_layer_matches_a_loop():
+    """Packed rows with padding, documents that start after position 0, and a second position 0 in a document."""
     config = RGLRUConfig(num_heads=2, value_dim=3, taps=3, activation="relu")
     layer, x = drawn(lambda key: config.build(5, key=key)), normal(3, 9, 5)
     segments = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 2, 2, 2, 2, 3, 3, 0], [1] * 9])
@@ -58,7 +58,7 @@ def test_it_is_the_loop():
     assert entries["state"].steps.shape == (3, 9, 6) and config.token_products(100) == 12
 
 
-def test_the_gradient_is_finite_where_a_channel_keeps_all():
+def test_gradient_is_finite_without_decay():
     values, slopes = jax.vmap(jax.value_and_grad(_sqrt))(jnp.asarray([0.0, 1e-12, 0.25]))
     assert_allclose(values, [0.0, 1e-6, 0.5])
     assert_allclose(slopes, [1000.0, 1000.0, 1.0])

@@ -1,4 +1,4 @@
-"""Rotary embeddings in `config.json`: partial rotation, sections, and tables by kind of layer."""
+"""Rotary embeddings in `config.json`: partial rotation, sections, and settings per type of layer."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from tests.families.samples import decode, sample
 
 QUARTER = dict(theta=100.0, fraction=0.25, sections=(11, 11, 10))
 MROPE = dict(mrope_section=[1, 2, 3], mrope_interleaved=True)
-# a spelling, what it means, and the sections that a family has by default
+# keys of the config, the expected rotary embedding, and default sections of the family
 SPELLINGS = {
     "none": ({}, Rope(theta=100.0, fraction=0.25), ()),
     "null": (
@@ -84,19 +84,19 @@ def test_bad_partial_rotations_are_refused(keys, names):
         rope_config.read_rope(Fields(keys), **QUARTER)
 
 
-def test_dimensions_that_a_family_does_not_have_are_refused():
+def test_unsupported_position_dimensions_are_refused():
     with refused(ed.ConversionError, "mrope_interleaved"):
         rope_config.read_rope(Fields(dict(rope_parameters=MROPE)), fraction=0.25)
     with refused(ed.ConversionError, "partial_rotary_factor=0.5"):
         decode(sample("llama", partial_rotary_factor=0.5))
 
 
-def test_rotation_in_proportion_is_nested():
+def test_proportional_rotation_is_a_nested_object():
     proportional = dict(rope_type="proportional", rope_theta=1e6, partial_rotary_factor=0.25)
     tables = dict(full_attention=proportional, sliding_attention=dict(rope_type="default", rope_theta=100.0))
     found = rope_config.read_ropes(Fields(dict(rope_parameters=tables)), theta=1.0, local_theta=1.0, local_key=None)
     want = ProportionalRope(theta=1e6, fraction=0.25)
     assert found == {"full_attention": want, "sliding_attention": Rope(theta=100.0)}
-    assert written(want)["rope_parameters"] == proportional  # transformers knows no factor there
+    assert written(want)["rope_parameters"] == proportional  # transformers has no factor here
     scaled = dataclasses.replace(want, factor=2.0)
     assert rope_config.read_rope(Fields(dict(rope_parameters=written(scaled)["rope_parameters"]))) == scaled

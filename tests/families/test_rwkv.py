@@ -1,4 +1,4 @@
-"""RWKV-4's two layers, against loops."""
+"""The two layers of RWKV-4 against loops."""
 
 from typing import Any
 
@@ -24,23 +24,23 @@ def part(leaf) -> Any:
 
 
 def documents(x):
-    """Rows and their tokens, document by document, without padding; and each token's input before it."""
+    """Yield the rows and tokens of each document, without padding, and the previous input of each token."""
     for b, number in ((row, number) for row in range(len(x)) for number in np.unique(SEGMENTS[row])):
         places = np.flatnonzero((SEGMENTS[b] == number) & (POSITIONS[b] >= 0))
         tokens = x[b, places]
         yield b, places, tokens, np.concatenate([np.zeros_like(tokens[:1]), tokens[:-1]])
 
 
-def mixed(tokens, earlier, mix):
+def token_shift(tokens, earlier, mix):
     return tokens * part(mix) + earlier * (1 - part(mix))
 
 
 def means_by_hand(layer, x):
-    """Sums over all earlier tokens."""
+    """Compute sums over all earlier tokens."""
     out = np.zeros_like(x)
     for b, places, tokens, earlier in documents(x):
         gate, key, value = (
-            mixed(tokens, earlier, mix) @ part(weight)
+            token_shift(tokens, earlier, mix) @ part(weight)
             for weight, mix in (
                 (layer.gate, layer.gate_mix),
                 (layer.key, layer.key_mix),
@@ -58,8 +58,8 @@ def means_by_hand(layer, x):
 def channels_by_hand(layer, x):
     out = np.zeros_like(x)
     for b, places, tokens, earlier in documents(x):
-        hidden = np.maximum(mixed(tokens, earlier, layer.key_mix) @ part(layer.key), 0) ** 2
-        gate = sigmoid(mixed(tokens, earlier, layer.gate_mix) @ part(layer.gate))
+        hidden = np.maximum(token_shift(tokens, earlier, layer.key_mix) @ part(layer.key), 0) ** 2
+        gate = sigmoid(token_shift(tokens, earlier, layer.gate_mix) @ part(layer.gate))
         out[b, places] = gate * (hidden @ part(layer.value))
     return out
 
@@ -72,8 +72,8 @@ def channels_by_hand(layer, x):
         (ChannelMixConfig(embed_dim=6, mlp_dim=5), channels_by_hand),
     ],
 )
-def test_it_is_the_loop(config, by_hand):
-    """Of packed rows with padding in between."""
+def test_layers_match_a_loop(config, by_hand):
+    """Packed rows with padding in between."""
     layer, x = drawn(lambda key: config.build(6, key=key)), normal(2, 9, 6)
     got, _ = eqx.filter_jit(layer)(jnp.asarray(x), context(POSITIONS, SEGMENTS))
     real = POSITIONS >= 0
@@ -81,6 +81,6 @@ def test_it_is_the_loop(config, by_hand):
 
 
 @pytest.mark.parametrize("config", [TimeMixConfig(embed_dim=8, channels=4), ChannelMixConfig(embed_dim=8, mlp_dim=4)])
-def test_the_stream_is_the_config_s(config):
+def test_layers_must_have_the_embedding_size_of_the_decoder(config):
     with refused(ed.ConfigError, "MixConfig.embed_dim=8", "6"):
         drawn(lambda key: config.build(6, key=key))

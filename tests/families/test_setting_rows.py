@@ -1,4 +1,4 @@
-"""Rows of a table of settings, one by one: what is read from keys, and what is written from a configuration."""
+"""Rows of a settings table: reading from keys, and writing from a configuration."""
 
 import dataclasses
 
@@ -52,7 +52,7 @@ def test_rows_are_read_and_written():
         write_all(ROWS, dataclasses.replace(MLP, activation="relu"))
 
 
-def test_a_path_begins_with_the_kind_of_a_layer():
+def test_paths_start_with_the_type_of_a_layer():
     assert (value_at(TINY, "attention.num_heads"), value_at(TINY, "mlp.mlp_dim"), value_at(TINY, "blocks.4.mlp")) == (
         4, 704, TINY.blocks[4].mlp,
     )  # fmt: skip
@@ -74,7 +74,7 @@ def test_paths_to_experts_skip_dense_layers():
         need_experts(dense)
 
 
-def test_functions_stand_for_paths_and_defaults():
+def test_functions_may_replace_paths_and_defaults():
     rows = (
         Integer("heads", lambda config: len(config.blocks), 4, name="heads"),
         Integer("kv_heads", lambda config: ABSENT, lambda values: values["heads"] // 2, name="_kv_heads"),
@@ -87,7 +87,7 @@ def test_functions_stand_for_paths_and_defaults():
     assert write_all(rows, TINY) == {"heads": 5}
 
 
-def test_twins_are_the_same_key():
+def test_twin_keys_have_one_value():
     row = Integer("num_experts", "mlp_dim", 3, twin="experts")
     assert [read_all((row,), Fields(keys))["mlp_dim"] for keys in ({}, {"experts": 4}, {"num_experts": 5})] == [3, 4, 5]
     assert row.write(MLP) == {"num_experts": 6, "experts": 6}
@@ -95,7 +95,7 @@ def test_twins_are_the_same_key():
         read_all((row,), Fields({"experts": 4, "num_experts": 5}))
 
 
-def test_keys_that_may_have_one_value():
+def test_only_accepts_one_value():
     rows = (Integer("a", "mlp_dim", 2), Only("b", lambda values: values["mlp_dim"], written=False), Only("c", 1.5, 2))
     assert read_all(rows, Fields({"a": 3, "b": 3, "c": 2})) == dict(mlp_dim=3)
     with refused(ed.ConversionError, "b=2", 3):
@@ -105,7 +105,7 @@ def test_keys_that_may_have_one_value():
     assert Only("c", 1.5).write(MLP) == {}
 
 
-def test_keys_before_they_are_read():
+def test_renamed_default_and_unused_keys():
     rows = (Renamed({"old": "a"}), Defaults({"a": 1, "b": 2}), Unused("c d", "nothing reads them"), Integer("a", "x"))
     fields = Fields({"old": 5, "b": None, "c": "?"})
     assert read_all(rows, fields) == dict(x=5)
@@ -113,14 +113,14 @@ def test_keys_before_they_are_read():
     fields.finish()
 
 
-def test_checks_say_the_values():
+def test_errors_of_checks_contain_the_values():
     rows = (Integer("a", "x"), Check(lambda values: values["x"] < 4, "a={x} must be less than 4."))
     assert read_all(rows, Fields({"a": 3})) == dict(x=3)
     with refused(ed.ConversionError, "config.json", "a=4"):
         read_all(rows, Fields({"a": 4}))
 
 
-def test_groups_are_one_value():
+def test_groups_build_one_value():
     group = Group(
         "mlp", sized(MLPConfig, dataclasses.replace), ROWS, path="mlp", uses=("_gated",),
         when=lambda values: values["_gated"] is not None, layer="mlp",
@@ -137,7 +137,7 @@ def test_groups_are_one_value():
         dataclasses.replace(group, path="media", layer=None).write(TINY)
 
 
-def test_tables_are_nested():
+def test_tables_are_nested_objects():
     group = Group("mlp", MLPConfig, ROWS, path="blocks.0.mlp")
     table = Table("mlp_config", (group,), model_type="plain", what="the MLP", ignored={"seed": "of new weights"})
     fields = Fields({"mlp_config": {"width": 6, "drop": None, "seed": 1, "model_type": "plain"}})

@@ -1,4 +1,4 @@
-"""Weights of unequal sizes that share a tensor: written where they belong, read in any pieces, refused if wrong."""
+"""Weights of different sizes that share a tensor: layout, reading in pieces, and refusal of wrong shapes."""
 
 import dataclasses
 from pathlib import Path
@@ -30,9 +30,9 @@ _BIASES = (
 TABLES = {
     # all queries, all keys, all values
     "one block": sharing(_ATTENTION + "qkv.weight", _QUERY, _KEY, _VALUE),
-    # with each key head the queries that use it
+    # for each key head, the queries that use it
     "within": sharing(_ATTENTION + "qkv.weight", _KEY, _QUERY, _VALUE, within="kv_heads"),
-    # along the second dimension; there is another one of size 1
+    # concatenated along the second dimension; the third dimension has size 1
     "axis": sharing(
         _ATTENTION + "qkv.weight",
         *(
@@ -50,18 +50,18 @@ SHAPE = DecoderSizes(
 
 @pytest.fixture(params=TABLES)
 def saved(request, monkeypatch, tmp_path):
-    """A family in which queries, keys and values share tensors, and a model of it that has been saved."""
+    """Return the variant of a family in which queries, keys and values share tensors, a model, and its directory."""
     own = [row for row in llama.FAMILY.weights if not row.path.startswith(("mixer.query", "mixer.key", "mixer.value"))]
     biases = sharing(_ATTENTION + "qkv.bias", *_BIASES)
     family = dataclasses.replace(llama.FAMILY, weights=(*own, *TABLES[request.param], *biases))
     monkeypatch.setitem(FAMILIES._families, "llama", family)
-    model = filled(llama.llama(SHAPE))  # biases of a new one are zeros, which all places of a tensor would fit
+    model = filled(llama.llama(SHAPE))  # biases of a new model are zeros, which would hide a wrong order
     ed.save_hf(model, tmp_path / "saved", family="llama")
     return request.param, model, tmp_path / "saved"
 
 
 @pytest.mark.slow
-def test_the_tensor_is_the_concatenation(saved):
+def test_shared_tensor_is_the_concatenation(saved):
     name, model, directory = saved
     found = load_file(directory / "model.safetensors")
     for layer in range(2):
@@ -91,7 +91,7 @@ LAYOUTS = {
 @pytest.mark.slow(fast=("one block-between heads-pieces",))
 @pytest.mark.parametrize("piece", [load._MAX_READ, 4 * 24], ids=["whole", "pieces"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_is_read_as_it_was_written(saved, layout, piece, monkeypatch, tmp_path):
+def test_shared_tensor_round_trips(saved, layout, piece, monkeypatch, tmp_path):
     _, model, directory = saved
     monkeypatch.setattr(load, "_MAX_READ", piece)
     options = LAYOUTS[layout]
@@ -108,7 +108,7 @@ def test_it_is_read_as_it_was_written(saved, layout, piece, monkeypatch, tmp_pat
 
 
 @pytest.mark.slow(fast=("one block",))
-def test_a_wrong_shape_is_told(saved):
+def test_error_contains_the_expected_shape(saved):
     name, _, directory = saved
     found = load_file(directory / "model.safetensors")
     tensor = "model.layers.1.self_attn.qkv.weight"
@@ -119,7 +119,7 @@ def test_a_wrong_shape_is_told(saved):
         ed.load_hf(directory)
 
 
-def test_all_that_share_a_tensor_must_be_there(monkeypatch):
+def test_all_weights_of_a_shared_tensor_must_exist(monkeypatch):
     rows = sharing("qkv.{layer}", _QUERY, _KEY, ("mixer.gate", _QUERY[1]))
     own = tuple(row for row in llama.FAMILY.weights if row.path not in ("mixer.query", "mixer.key"))
     family = dataclasses.replace(llama.FAMILY, weights=(*own, *rows))
@@ -128,7 +128,7 @@ def test_all_that_share_a_tensor_must_be_there(monkeypatch):
 
 
 @pytest.mark.parametrize("within, names", [("mlp", ["axis", "mlp"]), ("embed", ["multiple", 12])], ids=["mlp", "embed"])
-def test_blocks_must_be_those_of_the_layer(within, names):
+def test_interleaved_blocks_must_match_the_layer(within, names):
     rows = (Weight("x", "mixer.query", _QUERY[1]), *sharing("kv.{layer}", _KEY, _VALUE, within=within))
     shape = dataclasses.replace(SHAPE, embed_dim=12)
     own = tuple(row for row in llama.FAMILY.weights if row.path not in ("mixer.key", "mixer.value"))
@@ -137,8 +137,11 @@ def test_blocks_must_be_those_of_the_layer(within, names):
         family.bind(ed.abstract(llama.llama(shape)))
 
 
-def test_what_is_read_of_a_section_is_its_part():
-    """Any rows, whatever begins and ends inside of a block, and no rows beyond the blocks that they are in."""
+def test_slices_of_a_section_read_only_its_blocks():
+    """For any range of rows, also if it starts or ends within a block.
+
+    Rows outside of the touched blocks are not read.
+    """
     x = np.arange(3 * 20 * 2).reshape(3, 20, 2)
     section = Section(index=1, axis=1, blocks=4, begin=1, size=3, block_size=5)
     own = section.of(x).reshape(3, 12, 2)
@@ -162,7 +165,7 @@ def test_what_is_read_of_a_section_is_its_part():
                 assert rows.stop - rows.start == stop - start
 
 
-def test_an_adapter_of_a_part_is_no_adapter_of_a_module(saved):
+def test_part_of_a_shared_tensor_cannot_have_a_peft_adapter(saved):
     assert not any(
         path.startswith("scanned_layers.0.unit.0.mixer.query") for path in peft._adaptable(saved[1], magnitudes=False)
     )

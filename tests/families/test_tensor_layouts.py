@@ -47,7 +47,7 @@ def copied(tmp_path):
 # --- names and layouts ---
 
 
-def test_experts_that_share_a_tensor_have_their_gates_in_its_first_half():
+def test_gates_are_the_first_half_of_fused_expert_tensors():
     """transformers: `gate, up = linear(x, gate_up[expert]).chunk(2)`, and `linear(h, down[expert])`."""
     router, gate, up, down = moe.fused_experts("mlp.")
     names = ("mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -61,7 +61,7 @@ def test_experts_that_share_a_tensor_have_their_gates_in_its_first_half():
     assert_array_equal(rearrange(stored, down.pattern), np.swapaxes(stored, 1, 2))
 
 
-def test_experts_with_separate_tensors_are_matrices():
+def test_separate_expert_tensors_are_matrices():
     stored = np.arange(20).reshape(4, 5)
     for row in moe.separate_experts("mlp."):
         assert_array_equal(rearrange(stored, row.pattern), stored.T)
@@ -105,7 +105,7 @@ def test_matrices_of_mixtrals_experts_are_numbered():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_second_norm_of_falcon_renames_the_first(name, norms):
+def test_second_norm_of_falcon_renames_the_first(name, norms):
     mappings = FAMILIES["falcon"].bind(ed.abstract(ed.get_config(name)))
     names = [mapping.name((0,)) for path, mapping in mappings.items() if "norm" in path and path != "final_norm.scale"]
     assert {name.split(".")[3] for name in names if name.startswith("transformer.h.0.")} == norms
@@ -119,7 +119,7 @@ def test_masks_and_frequencies_of_old_files_of_gpt_neox_are_ignored():
 
 
 @pytest.mark.slow
-def test_the_dense_mlp_of_kimi_linear_may_have_the_name_of_experts(copied, tmp_path):
+def test_dense_mlp_of_kimi_linear_may_have_the_name_of_experts(copied, tmp_path):
     """As transformers writes it."""
     tensors = load_file(FIXTURES / "kimi_linear" / WEIGHTS)
     renamed = {name.replace(".mlp.", ".block_sparse_moe."): tensor for name, tensor in tensors.items()}
@@ -129,7 +129,7 @@ def test_the_dense_mlp_of_kimi_linear_may_have_the_name_of_experts(copied, tmp_p
 
 
 @pytest.mark.slow
-def test_keys_of_layers_of_gemma4_that_use_others_are_ignored(copied):
+def test_unused_keys_of_gemma4_layers_with_shared_keys_are_ignored(copied):
     """Published files have them."""
     tensors = load_file(FIXTURES / "gemma4_small" / WEIGHTS)
     unread = {f"model.layers.5.self_attn.{name}.weight": np.ones((4, 4), np.float32) for name in ("k_proj", "v_norm")}
@@ -141,7 +141,7 @@ def test_keys_of_layers_of_gemma4_that_use_others_are_ignored(copied):
         ed.load_hf(copied("gemma4_small", tensors | {unknown: np.ones(8, np.float32)}, folder="unknown"))
 
 
-# --- decoders inside of models with encoders ---
+# --- decoders in files of models with encoders ---
 
 
 def test_the_decoder_of_llama4_is_read_from_a_file_with_an_encoder(tmp_path):
@@ -163,10 +163,10 @@ def test_the_decoder_of_qwen4_exp_is_read_from_a_file_with_an_encoder(copied):
     assert ed.abstract_hf(copied("qwen4_exp", tensors, outer)).config == decode(sample("qwen4_exp_text"))
 
 
-# --- numbers that are computed ---
+# --- computed values ---
 
 
-def test_numbers_of_layers_of_diffllama_are_computed_and_checked(tmp_path):
+def test_layer_dependent_lambdas_of_diffllama_are_checked(tmp_path):
     path = "scanned_layers.0.unit.0.mixer.layer_number"
     model = ed.load_hf(FIXTURES / "diffllama")
     assert named_leaves(model)[path].ravel().tolist() == [0, 1, 2]
@@ -178,7 +178,7 @@ def test_numbers_of_layers_of_diffllama_are_computed_and_checked(tmp_path):
 
 
 @pytest.mark.slow
-def test_numbers_of_layers_of_diffllama_are_the_same_on_a_mesh():
+def test_layer_dependent_lambdas_of_diffllama_on_a_mesh():
     model = ed.load_hf(FIXTURES / "diffllama", layout=ed.Layout.create(fsdp=4, tensor=2))
     numbers = named_leaves(model)["scanned_layers.0.unit.0.mixer.layer_number"]
     assert np.asarray(numbers).ravel().tolist() == [0, 1, 2]
@@ -197,14 +197,14 @@ def test_experts_of_token_ids_are_stored_as_integers():
 def test_hash_multipliers_of_qwen4_exp_follow_from_the_configuration(copied):
     tensors = load_file(FIXTURES / "qwen4_exp" / WEIGHTS)
     name = "model.layers.0.ple.ple_embedding.layer_multipliers"
-    assert tensors[name].dtype == np.int64 and tensors[name].min() > 2**53  # a float would not hold them
+    assert tensors[name].dtype == np.int64 and tensors[name].min() > 2**53  # larger than the exact integers of a float
     tensors[name][0] += 2
     with refused(ed.ConversionError, "layer_multipliers"):
         ed.abstract_hf(copied("qwen4_exp", tensors))
 
 
-def test_powers_of_rates_of_minimax_are_exported_only_from_the_source(copied, tmp_path):
-    """transformers reads them, and computes them where they are missing."""
+def test_decay_powers_of_minimax_are_exported_only_from_the_source(copied, tmp_path):
+    """transformers reads them, or computes them if they are missing."""
     directory = copied("minimax")
     model, names = ed.load_hf(directory), load_file(directory / WEIGHTS).keys()
     shutil.rmtree(directory)
@@ -214,7 +214,7 @@ def test_powers_of_rates_of_minimax_are_exported_only_from_the_source(copied, tm
 
 
 def test_unused_matrices_of_zero_experts_of_longcat_are_exported(tmp_path):
-    """transformers needs them: as the source has them, or zeros."""
+    """transformers requires them. They are copied from the source, or zero."""
     source = FIXTURES / "longcat_flash"
     model = ed.load_hf(source)
     ed.save_hf(dataclasses.replace(model, origin=None), tmp_path / "new", family="longcat_flash")
@@ -234,7 +234,7 @@ def test_unused_matrices_of_zero_experts_of_longcat_are_exported(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab_size, padding, begin", [(50_368, 50_283, 50_281), (64, 63, 63)])
 def test_an_export_of_modernbert_has_the_token_ids_that_transformers_needs(vocab_size, padding, begin):
-    """Of a new model, and of one whose source has null."""
+    """For a new model, and for a model whose source has null."""
     kind = "modernbert-decoder"
     new = ed.abstract(decode(sample(kind, vocab_size=vocab_size)))
     nulls = Provenance(family=kind, settings='{"pad_token_id": null, "bos_token_id": null}')
@@ -254,14 +254,14 @@ def test_an_export_of_qwen4_exp_keeps_several_end_tokens(copied, tmp_path):
 # --- adapters ---
 
 
-def test_a_part_of_a_fused_matrix_of_gpt_neox_has_no_adapter(tmp_path):
+def test_parts_of_fused_matrices_of_gpt_neox_have_no_adapters(tmp_path):
     model = ed.load_hf(FIXTURES / "gpt_neox_partial")
     model = ed.add_lora(model, LoRAConfig(rank=2, targets=("*.mixer.query",)), key=jax.random.key(0))
     with refused(ed.ConversionError, "PEFT", "mixer.query"):
         ed.save_peft(model, tmp_path / "new")
 
 
-def test_an_adapter_of_a_fused_mlp_of_glm4_is_for_the_fused_matrix(tmp_path):
+def test_adapters_of_glm4_mlps_belong_to_the_fused_matrix(tmp_path):
     model = trained(ed.load_hf(FIXTURES / "glm4"), LoRAConfig(rank=2, targets=("*.gate_up",)))
     ed.save_peft(model, tmp_path)
     shapes = {name: x.shape for name, x in load_file(tmp_path / "adapter_model.safetensors").items()}

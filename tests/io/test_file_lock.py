@@ -1,4 +1,4 @@
-"""File locks have one holder at a time, who is named in the file, also if files are deleted or replaced meanwhile."""
+"""File locks have one holder, whose name is in the file, also if the file is deleted or replaced."""
 
 import errno
 import os
@@ -59,8 +59,8 @@ def test_a_lock_of_a_deleted_or_replaced_file_is_not_held(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSYS, "no locks"), KeyboardInterrupt()], ids=["no locks", "signal"])
-def test_nothing_stays_open_after_an_error(tmp_path, monkeypatch, error):
-    """In particular no other kind of lock is used, which would outlive its process."""
+def test_files_are_closed_after_an_error(tmp_path, monkeypatch, error):
+    """In particular, no lock of another type is used, which would outlive its process."""
 
     def failing(*_):
         raise error
@@ -94,15 +94,15 @@ def test_a_file_of_another_user_is_an_error(tmp_path, monkeypatch):
         return real(name, flags, *mode, **options)
 
     monkeypatch.setattr(os, "open", denied)
-    for content in (None, ""):  # a directory that cannot be written, then a file
+    for content in (None, ""):  # a directory without write permission, then a file
         if content is not None:
             path.write_text(content)
         with refused(PermissionError, path):
             try_acquire(file_lock(path))
 
 
-def test_names_of_all_hosts_have_one_size(tmp_path, monkeypatch):
-    """So that a process that is killed while it writes its name leaves no mixture of two names."""
+def test_owner_records_have_a_fixed_size(tmp_path, monkeypatch):
+    """If a process is killed while it writes its name, the file never contains a mixture of two names."""
     sizes, path = set(), tmp_path / "lock"
     assert holder_text(read_holder(path)) == "another process"
     for host in ("h", "a-host-of-a-longer-name." * 8):

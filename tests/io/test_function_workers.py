@@ -64,7 +64,7 @@ def test_objects_stay_in_their_process(file):
         assert [each.result().value for each in first] == [10, 11, 12]
         assert [workers.call_method(number, "add", 1).result().value for number in range(3)] == [11, 12, 13]
         assert workers.call_method(1, "close").result().value == "closed"
-        assert workers.call_method(1, "add", 5).result().value == 5  # a new one
+        assert workers.call_method(1, "add", 5).result().value == 5  # a new process
         assert workers.call_method(1, "add", 5, new=False).result().value == 10
     with FunctionWorkers(f"{file}:Counter", workers=1, methods=("add", "close")) as workers:
         assert workers.call_method(0, "add", 1).result().value == 1
@@ -78,7 +78,7 @@ def test_objects_stay_in_their_process(file):
 
 
 def test_functions_with_other_arguments_are_refused(tmp_path):
-    """Rewards of TRL take lists and columns; here a call is one completion."""
+    """Reward functions of TRL take lists of columns; here, a call gets one completion."""
     lines = ["def lists(completions, **columns): ...", "def one(completion, answer): ...", "def three(a, b, c): ..."]
     lines += ["def right(prompt, answer, exact=True): return 1", "def mine(task, text): return 2"]
     (tmp_path / "of_trl.py").write_text("\n".join(lines))

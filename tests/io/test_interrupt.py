@@ -1,4 +1,4 @@
-"""Signals set a flag that the run reads, or end the program soon."""
+"""Signals set a flag that the training loop reads, or end the program soon."""
 
 import signal
 import subprocess
@@ -29,7 +29,7 @@ def test_a_signal_sets_the_flag_and_handlers_are_restored(number):
 
 
 def test_a_second_sigint_acts_at_once():
-    before = signal.getsignal(signal.SIGINT)  # a shell starts what runs in its background with SIGINT ignored
+    before = signal.getsignal(signal.SIGINT)  # a shell starts background processes with SIGINT ignored
     with pytest.raises(KeyboardInterrupt), Interrupt():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
@@ -47,8 +47,8 @@ def test_a_signal_stops_at_once_without_anything_to_save(number):
             assert inner.requested
 
 
-# The main thread is in a long call outside of Python, after an event loop that did not restore the signal handlers; or
-# in Python, within a block to be left.
+# The main thread is in a long call outside of Python, after an event loop that did not restore the signal handlers, or
+# it runs Python code inside a with block.
 BUSY = f"""{PACKAGE}
 import hashlib, pathlib, signal, threading, time
 from eqx_decoders.io.interrupt import Interrupt, Watchdog

@@ -21,7 +21,7 @@ from tests.errors import assert_names
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A cache directory for a process that keeps no programs yet."""
+    """Return a new cache directory, in a process that has no compiled programs."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: getattr(jax.config, name) for name in names}
     monkeypatch.setenv("EQX_DECODERS_CACHE", str(tmp_path / "cache"))
@@ -37,8 +37,8 @@ def test_least_recently_used_programs_are_deleted(tmp_path):
     for age, name in enumerate("abcd"):
         (tmp_path / name).write_bytes(bytes(10))
         os.utime(tmp_path / name, (1000 + age, 1000 + age))
-    (tmp_path / "autotuning").mkdir()  # XLA writes such a folder
-    os.utime(tmp_path / "a", (2000, 1000))  # access time and modification time: written first, and read last
+    (tmp_path / "autotuning").mkdir()  # XLA creates such a directory
+    os.utime(tmp_path / "a", (2000, 1000))  # access time and modification time: written first, but read last
     for limits, left in (({}, "abcd"), (dict(max_bytes=30), "acd"), (dict(max_files=2), "ad"), (dict(max_bytes=9), "")):
         delete_oldest(tmp_path, **limits)
         assert {file.name for file in tmp_path.iterdir()} == {"autotuning", *left}
@@ -81,7 +81,7 @@ def test_steps_of_a_cached_program_are_bit_equal(cache):
             state, metrics = trainer.step(state, batch)
         return size, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((state.model, state.optimizer, metrics))]
 
-    jax.clear_caches()  # what another test compiled would be written after the clearing below alone
+    jax.clear_caches()  # a program that another test has compiled would not be written again without clearing it here
     compiled = results()
     kept = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     assert sum(name.startswith("jit__step-") for name in kept) == 1

@@ -15,7 +15,7 @@ from eqx_decoders.io.run_lock import RunLock, check_run_dir
 from tests.errors import refused
 
 
-# A package of the same name without its __init__: the other process does not import JAX.
+# Loads the package without its __init__, so that the other process does not import JAX.
 PACKAGE = """
 import sys, types
 package = types.ModuleType("eqx_decoders"); package.__path__ = [sys.argv[1]]; sys.modules["eqx_decoders"] = package
@@ -50,7 +50,7 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path, holder):
         assert str(os.getpid()) in (tmp_path / "run/.lock").read_text()
 
 
-def test_a_lock_holds_within_one_process_and_is_released(tmp_path):
+def test_lock_holds_within_one_process_and_is_released(tmp_path):
     with RunLock(tmp_path):
         with refused(CheckpointError, tmp_path, os.getpid()):
             RunLock(tmp_path).acquire()
@@ -74,7 +74,7 @@ def test_undo_deletes_only_what_the_run_wrote(tmp_path):
             if run.name == "there":
                 (run / "of another program").write_text("x")
             lock.undo()
-            with RunLock(run):  # of another process, which does not take the file that was deleted
+            with RunLock(run):  # the other process does not use the deleted file
                 assert (run / ".lock").exists()
         assert {path.name for path in run.iterdir()} - {"mine", "of another program"} == {".lock"}
     with RunLock(tmp_path / "there") as lock:
@@ -96,7 +96,7 @@ OWN_SETTINGS = '{"run_dir": "a", "model": "tiny", "steps": 3}'
 def test_a_run_directory_is_recognized_by_the_content_of_its_files(tmp_path):
     """Other programs may use the same names. Names that no run writes are ignored."""
     (tmp_path / "train.log").write_text("")
-    (tmp_path / ".lock").write_text("")  # of a start that is about to write it
+    (tmp_path / ".lock").write_text("")  # of a process that is about to write the file
     check_run_dir(tmp_path)
     check_run_dir(tmp_path / "new")
     (tmp_path / "loss.png").write_text("mine")
@@ -117,7 +117,7 @@ def test_a_run_directory_is_recognized_by_the_content_of_its_files(tmp_path):
 
 
 @pytest.mark.parametrize("mark", [".lock", "owner.json"])
-def test_a_lock_or_owner_file_does_not_make_other_files_those_of_a_run(tmp_path, mark):
+def test_lock_file_alone_does_not_make_a_run_directory(tmp_path, mark):
     """`rm -r runs/x/*` leaves the hidden lock of a run."""
     (tmp_path / mark).write_text('{"id": "a", "pid": 1, "host": "a", "since": "then"}')
     check_run_dir(tmp_path)

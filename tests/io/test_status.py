@@ -66,7 +66,7 @@ def test_a_terminal_shows_one_line_that_is_erased(quick, monkeypatch):
     assert "\n" not in stream.getvalue() and stream.getvalue().endswith("\r\x1b[2K")
 
 
-def test_the_message_of_an_interruption_names_operation_and_remains(tmp_path):
+def test_interruption_message_names_operation_and_remaining_amount(tmp_path):
     assert stopped_text() == "stopped"
     with StatusLine("loading weights"):
         assert stopped_text() == "stopped while loading weights"

@@ -1,4 +1,4 @@
-"""Decoders with every kind of attention that a cache is for."""
+"""Decoders with every type of attention that has a cache."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What tests of layers share: layers and inputs drawn by NumPy, and a context to call them in."""
+"""Shared by the tests of layers: random layers and inputs from NumPy, and a context to call layers."""
 
 import equinox as eqx
 import jax
@@ -15,7 +15,7 @@ BF16 = ed.Precision(compute=jnp.bfloat16)
 
 
 def drawn(build, seed: int = 0):
-    """What `build(key)` makes, with every array drawn by NumPy: no zero bias, no scale of one."""
+    """Return `build(key)` with random arrays from NumPy: no zero bias, no scale of one."""
     generator = np.random.default_rng(seed)
     tree = eqx.filter_eval_shape(build, jax.random.key(0))
     arrays, static = eqx.partition(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
@@ -39,12 +39,12 @@ def apply(layer, x, ctx, past=None):
 
 
 def run_attention(query, key, value, *, execution, key_axis="length", contiguous=False, **keywords):
-    """`attend.run_attention` with the keywords of `kernels.registry.attend`."""
+    """Call `attend.run_attention` with the keywords of `kernels.registry.attend`."""
     inputs, options = group_arguments(query, key, value, **keywords)
     return attend.run_attention(inputs, options, execution, key_axis=key_axis, contiguous=contiguous)
 
 
 def attend_past(query, past, *, query_positions, mask, execution, query_spans=None, soft_cap=None):
-    """`Past.attend` with keywords."""
+    """Call `Past.attend` with keywords."""
     options = AttentionOptions(mask=mask, soft_cap=soft_cap)
     return past.attend(Queries(query, query_positions, query_spans), options, execution)

@@ -1,4 +1,4 @@
-"""Layers with memories: dtypes of their outputs, and their counts of multiplications."""
+"""Layers with caches: dtypes of their outputs, and operation counts."""
 
 import equinox as eqx
 import jax
@@ -41,8 +41,8 @@ CONFIGS["channel mix"] = BlockConfig(mixer=None, mlp=ChannelMixConfig(embed_dim=
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_streams_of_bfloat16_stay_so(name):
-    """Whatever is computed in float32 in between: no two dtypes meet, which would be an error here."""
+def test_bfloat16_streams_stay_bfloat16(name):
+    """Although some intermediate results are float32. Implicit dtype promotion raises an error in this test."""
     block = eqx.filter_eval_shape(lambda key: CONFIGS[name].build(EMBED, key=key), jax.random.key(0))
     x, ctx = jnp.ones((2, 6, EMBED), jnp.bfloat16), context([range(6)] * 2, precision=BF16)
     assert eqx.filter_eval_shape(lambda block: block(x, ctx)[0], block).dtype == jnp.bfloat16
@@ -52,6 +52,6 @@ def test_streams_of_bfloat16_stay_so(name):
     ("name", "count"),
     [("lightning", 2 * 2 * 4**2), ("time mix", 2 * 5), ("differential", 2 * 4 * 10 * 8), ("dynamic mask", 4 * 2 * 9)],
 )
-def test_multiplications_are_counted(name, count):
-    """Of a token in a row of ten."""
+def test_operations_are_counted(name, count):
+    """Per token in a row of ten tokens."""
     assert LAYERS[name].token_products(10) == count

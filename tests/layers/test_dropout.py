@@ -1,4 +1,4 @@
-"""Dropout: which features it drops and what it does to the others."""
+"""Dropout: dropped features and the scale of the others."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def test_dropout(dtype):
     assert out.dtype == dtype
     kept = np.asarray(out != 0)
     assert np.all(kept == kept[:, :1])  # one mask for all positions of a row
-    assert not np.all(kept[0] == kept[1])  # another for each row
+    assert not np.all(kept[0] == kept[1])  # a different mask for each row
     expected = np.where(kept, np.asarray(x / 0.75, np.float32), 0)
     assert_array_equal(np.asarray(out, np.float32), expected)
     assert kept[:, 0].mean() == pytest.approx(0.75, abs=0.04)
@@ -34,7 +34,7 @@ def test_dropout(dtype):
 
 @pytest.mark.slow
 def test_decoder_applies_dropout_to_embeddings_branches_and_head_input():
-    """By hand, with a key for each place: embeddings, each layer's MLP and output, and before the head."""
+    """Compared with NumPy, with a key per place: embeddings, MLP and output of each layer, and before the head."""
     mlp = MLPConfig(mlp_dim=6, dropout=0.3)
     blocks = tuple(BlockConfig(mixer=None, mlp=mlp, dropout=rate) for rate in (0.2, 0.4, 0.4))
     config = ed.DecoderConfig(vocab_size=9, embed_dim=5, blocks=blocks, final_norm=RMSNormConfig(), dropout=0.5)

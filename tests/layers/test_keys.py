@@ -1,4 +1,4 @@
-"""New layers: every weight is drawn with a key of its own, and every bias that the configuration names is there."""
+"""New layers: every weight has a separate random key, and every configured bias exists."""
 
 import dataclasses
 import functools
@@ -51,7 +51,7 @@ MAMBA = Mamba2Config(num_heads=2, num_groups=1, key_dim=2, value_dim=3)
 BESIDE = SharedTransformerConfig(
     attention=dataclasses.replace(ATTENTION, output_gate=False), mlp=MLPConfig(mlp_dim=3, fused=True)
 )
-# a layer, and how many weights it draws
+# a layer, and its number of random weights
 LAYERS = {
     "attention": (ATTENTION, 5),
     "fused attention": (dataclasses.replace(ATTENTION, fused_qkv=True), 3),
@@ -92,7 +92,7 @@ PLANES = ("edge residual", "inverted residual", "plane attention")
 
 @pytest.fixture
 def keys(monkeypatch):
-    """The keys of all random arrays; the arrays themselves are ones."""
+    """Return the keys of all random arrays; the arrays themselves are ones."""
     keys = []
 
     def recorded(draw):
@@ -100,7 +100,7 @@ def keys(monkeypatch):
             if not isinstance(key, jax.core.Tracer):  # keys of scanned layers are traced
                 keys.append(tuple(np.asarray(jax.random.key_data(key)).tolist()))
             made = jax.eval_shape(functools.partial(draw, key, *arguments, **options))
-            return jnp.asarray(np.ones(made.shape, made.dtype))  # nothing is compiled for each shape
+            return jnp.asarray(np.ones(made.shape, made.dtype))  # no compilation per shape
 
         return call
 
@@ -118,7 +118,7 @@ def test_no_two_weights_share_a_key(name, keys):
 
 @pytest.mark.parametrize("fixture", ["glm4v", "mistral3", "phi4_multimodal"])
 def test_no_two_weights_of_an_encoder_share_a_key(fixture, keys):
-    """Also of projectors with a convolution, and of a projection behind them."""
+    """Also with convolutions in the projector, and with a projection after it."""
     config, _ = read_config(FIXTURES / fixture)
     for encoder in (config.media.vision, config.media.audio):
         if encoder is not None:
@@ -137,14 +137,14 @@ def test_no_two_weights_of_an_encoder_share_a_key(fixture, keys):
     ],
     ids=["mlp", "experts", "attention", "head transform"],
 )
-def test_biases_are_there_if_the_configuration_names_them(config, biases, names):
+def test_configured_biases_exist(config, biases, names):
     for one, there in ((config, False), (dataclasses.replace(config, **biases), True)):
         layer = eqx.filter_eval_shape(functools.partial(one.build, 4), key=jax.random.key(0))
         assert [getattr(layer, name) is not None for name in names] == [there] * len(names)
 
 
 def test_no_two_layers_and_tables_are_equal():
-    """Of a whole decoder: rows of its tables, and layers that are stacked or not."""
+    """For a decoder: rows of its tables, and stacked and unstacked layers."""
     block = BlockConfig(mixer=None, mlp=MLPConfig(mlp_dim=4))
     fused = BlockConfig(mixer=None, mlp=MLPConfig(mlp_dim=4, gated=False))
     config = ed.DecoderConfig(
@@ -157,6 +157,6 @@ def test_no_two_layers_and_tables_are_equal():
     model = ed.init(config, key=jax.random.key(0))
     leaves = jax.tree.leaves(eqx.filter(model, eqx.is_array))
     matrices = [np.asarray(matrix) for leaf in leaves for matrix in (leaf if leaf.ndim == 3 else leaf[None])]
-    assert len(matrices) == 3 + 2 * 3 + 2  # two tables and a head, two gated layers, and one that isn't
+    assert len(matrices) == 3 + 2 * 3 + 2  # two tables and a head, two gated layers, and one layer without a gate
     directions = [matrix.ravel() / np.linalg.norm(matrix) for matrix in matrices]
     assert np.abs(np.stack(directions) @ np.stack(directions).T - np.eye(len(matrices))).max() < 0.9

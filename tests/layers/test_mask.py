@@ -1,4 +1,4 @@
-"""Masks are functions of absolute positions alone."""
+"""Masks as functions of absolute positions."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,7 @@ from tests.errors import refused
 
 
 def by_hand(mask, q, k):
-    """One query position and one key position."""
+    """Compute one query position and one key position."""
     if q < 0 or k < 0:
         return False
     if isinstance(mask, Bidirectional):
@@ -29,7 +29,7 @@ def by_hand(mask, q, k):
 )
 def test_masks_match_a_loop(mask):
     queries = np.array([[0, 1, 2, 7, -1, 3], [-1, 5, 6, 11, 12, 0]])
-    keys = np.array([[4, 0, 1, -1, 2, 3, 7, 8], [11, 12, 9, -1, 5, 0, 4, 6]])  # a ring's order
+    keys = np.array([[4, 0, 1, -1, 2, 3, 7, 8], [11, 12, 9, -1, 5, 0, 4, 6]])  # the order of a rolling cache
     segments = np.array([[1, 1, 2, 2, 1, 2], [1, 1, 1, 1, 1, 2]])
     key_segments = np.array([[1, 1, 2, 2, 1, 2, 2, 1], [1, 1, 1, 1, 1, 1, 2, 2]])
     rows = zip(queries, keys, strict=True)
@@ -56,7 +56,7 @@ def test_segments_are_needed_for_both_queries_and_keys():
 
 
 def loop_of_spans(ids, positions):
-    """The last position of each token's span, by walking over the tokens of a row."""
+    """Return the last position of each token's span, by a loop over the tokens of a row."""
     last = np.full(len(ids), -1)
     real = [i for i in range(len(ids)) if positions[i] >= 0]
     run: list[int] = []
@@ -70,7 +70,7 @@ def loop_of_spans(ids, positions):
 
 @pytest.mark.slow
 def test_spans_are_runs_of_equal_ids():
-    """Ids that touch, come again, stand at both ends, across padding and across two documents."""
+    """Adjacent, repeated and final spans, spans across padding, and spans in two documents."""
     ids = np.array([[1, 1, 0, 1, 1, 2, 2, 2, 0, 3], [0, 4, 4, 4, 4, 4, 0, 0, 1, 1], [1, 0, 2, 2, 2, 2, 0, 0, 0, 0]])
     positions = np.array(
         [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 1, 2, -1, 3, 0, 1, 2, 3, -1], [7, 8, 9, 0, 1, -1, -1, 2, 3, 4]]
@@ -84,7 +84,7 @@ def test_spans_are_runs_of_equal_ids():
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(2), Chunked(4), Bidirectional()])
 def test_tokens_see_the_later_tokens_of_their_span(mask):
-    """The union of the mask and of "later in the same span"; it is an interval; documents stay apart."""
+    """The union of the mask and of "later in the same span" is an interval; documents are separate."""
     positions = jnp.asarray([[0, 1, 2, 3, 4, 5, 6, -1, 0, 1, 2, 3]], jnp.int32)
     segments = jnp.asarray([[1] * 8 + [2] * 4], jnp.int32)
     ids = jnp.asarray([[0, 1, 1, 1, 0, 2, 2, 2, 2, 2, 2, 0]], jnp.int32)

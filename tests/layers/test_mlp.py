@@ -54,7 +54,7 @@ def test_mlp(options, activation):
 def test_sparse_gate_has_few_features_and_a_finite_gradient():
     gate = jnp.asarray(normal(2, 3, 1000))
     assert np.mean(cut_gate(gate, 0.95) > 0) == pytest.approx(0.05, abs=0.02)
-    slopes = jax.grad(lambda x: cut_gate(x, 0.95).sum())(jnp.zeros((1, 1, 4)))  # whose deviation is 0
+    slopes = jax.grad(lambda x: cut_gate(x, 0.95).sum())(jnp.zeros((1, 1, 4)))  # whose standard deviation is 0
     assert np.all(np.isfinite(slopes))
     with refused(ed.ConfigError, "gate_sparsity=0.5", "gated=True"):
         MLPConfig(mlp_dim=4, gated=False, gate_sparsity=0.5)
@@ -62,7 +62,7 @@ def test_sparse_gate_has_few_features_and_a_finite_gradient():
 
 @pytest.mark.slow
 def test_xielu_is_exact_and_its_gradient_finite():
-    """Far from zero on both sides, where what the other side would take overflows, and in 16 bits."""
+    """Far from zero on both sides, where the unused branch overflows, and in 16 bits."""
     layer, x = XIELU.build(), np.array([-3e4, -200.0, -6.0, -1e-3, -1e-7, 0.0, 1e-7, 1e-3, 6.0, 200.0, 3e4])
     want = np.array([xielu_by_hand(layer, float(v)) for v in x])
     assert_allclose(layer(jnp.asarray(x, jnp.float32)), want, rtol=2e-6, atol=1e-12)
@@ -83,7 +83,7 @@ def test_fused_mlp_equals_unfused():
     both = jnp.stack([one.gate, one.up], axis=1)
     other = dataclasses.replace(one, gate=None, up=None, gate_up=both, config=fused)
     assert_close(other(x, ctx), np.asarray(one(x, ctx)), units=32)
-    key = jax.random.key(3)  # born the same, too
+    key = jax.random.key(3)  # initialization is equal, too
     assert_array_equal(fused.build(5, key=key).gate_up[:, 1], config.build(5, key=key).up)
 
 

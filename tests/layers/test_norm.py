@@ -29,7 +29,7 @@ def test_norms(config):
     half = layer(jnp.asarray(x, jnp.bfloat16))
     assert half.dtype == jnp.bfloat16
     assert_close(half.astype(jnp.float32), want, units=4, dtype="bfloat16")
-    fresh = config.build(7)  # a new scale and offset multiply by one
+    fresh = config.build(7)  # new scales and offsets multiply by one
     assert fresh.scale is None or np.all(np.asarray(fresh.scale) + config.offset == 1)
     assert getattr(fresh, "bias", None) is None or not np.any(fresh.bias)
 
@@ -43,7 +43,7 @@ def test_layer_scale():
 
 
 def test_bfloat16_norms_are_computed_in_float32():
-    """The mean square of 4096 equal values is exact; summed in bfloat16 it would stop at 256."""
+    """The mean square of 4096 equal values is exact; a bfloat16 sum would stop at 256."""
     layer = RMSNormConfig(eps=1e-12).build(4096)
     assert np.all(np.asarray(layer(jnp.full((1, 4096), 3.0, jnp.bfloat16)), np.float32) == 1.0)
     assert np.all(np.isfinite(layer(jnp.zeros((1, 4096)))))

@@ -1,4 +1,4 @@
-"""Several mixers side by side: the sum of what each does alone, and caches of all of them."""
+"""Several mixers in parallel: the sum of their outputs, and their caches."""
 
 import dataclasses
 
@@ -52,13 +52,13 @@ def decoder(mixer) -> ed.DecoderConfig:
 
 
 def test_decoder_config_reads_the_properties_of_all_mixers():
-    """Its name, how its keys turn, and whether its tokens may change places."""
+    """The display name, key rotation, and whether tokens may be reordered."""
     rope = LongRope(short_factors=(1.0, 1.0), long_factors=(2.0, 2.0), original_length=7)
     turned = dataclasses.replace(ATTENTION, rope=rope)
     config = decoder(ParallelMixersConfig(mixers=(NamedMixer(name="a", mixer=turned), CONFIG.mixers[0])))
     assert config.fixed_length == 7
     assert ed.describe_model(config).layers == {"Attention and Attention (window 2)": 1}
-    # keys, values and positions of the one attention without a window
+    # keys, values and positions of the only attention without a window
     assert ed.describe_model(decoder(CONFIG)).bytes_per_token == 2 * 2 * 2 * 4 + 4
     assert (
         not list(_need_order(config, ed.Execution())) and len(list(_need_order(decoder(CONFIG), ed.Execution()))) == 1

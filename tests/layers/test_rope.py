@@ -31,7 +31,7 @@ ROPES = [
     (Rope(fraction=0.25, pairing="interleaved"), [1.0], 1.0),
     (LinearRope(factor=4.0), [f / 4 for f in plain_frequencies(1e4, 8)], 1.0),
     (DynamicRope(factor=4.0, original_length=64), plain_frequencies(1e4, 8), 1.0),
-    # Gemma 4: pairs over the whole head, of which the last ones rest; a part of a pair counts as none
+    # Gemma 4: pairs span the head, and the last pairs are not rotated; a partial pair does not count
     (ProportionalRope(fraction=0.5), [*plain_frequencies(1e4, 8)[:2], 0.0, 0.0], 1.0),
     (ProportionalRope(fraction=0.7, factor=2.0), [*(f / 2 for f in plain_frequencies(1e4, 8)[:2]), 0.0, 0.0], 1.0),
 ]
@@ -53,8 +53,8 @@ def test_rotation_matches_a_loop(rope, frequencies, magnitude):
     check_rotation(rope, frequencies, magnitude)
 
 
-def test_the_base_grows_beyond_the_original_length():
-    """Row by row; padding has positions of -1."""
+def test_base_grows_beyond_the_original_length():
+    """For each row separately; padding has position -1."""
     rope, positions = DynamicRope(factor=4.0, original_length=6), jnp.array([[0, 1, 2, 5], [0, 3, 8, -1]])
     for row, last in enumerate((5, 8)):
         base = 1e4 * (4.0 * max(last + 1, 6) / 6 - 3.0) ** (8 / 6)
@@ -80,7 +80,7 @@ def test_llama3_matches_a_loop_over_wavelengths(rope):
     for dim in (8, 128):
         assert_allclose(rope.frequencies(dim), llama3_by_hand(rope, dim), rtol=1e-12)
     ratio = np.array(plain_frequencies(rope.theta, 128)) / rope.frequencies(128)
-    assert ratio[0] == 1  # all three branches are met
+    assert ratio[0] == 1  # all three branches are used
     assert ratio[-1] == pytest.approx(rope.factor)
     assert np.any((ratio > 1.001) & (ratio < rope.factor - 0.001))
     check_rotation(rope, llama3_by_hand(rope, 8), 1.0)
@@ -116,7 +116,7 @@ def test_rotation_keeps_norms_and_depends_on_relative_positions(rope):
 
 @pytest.mark.parametrize("rope", [Rope(theta=500_000.0), Rope(pairing="interleaved"), YARN[0]])
 def test_far_positions_are_rotated_by_float32_angles(rope):
-    """Angles of 10^5 radians are known up to 10^5 * 2^-23; those of bfloat16 or of float16 would be anything."""
+    """Angles of 10^5 radians are exact up to 10^5 * 2^-23. In bfloat16 or float16 they would be meaningless."""
     x, positions = normal(1, 4, 1, 8), np.array([[99_991, 65_537, 131_071, 100_003]])
     want = np.array(x, np.float64)
     for t, position in enumerate(positions[0]):
@@ -127,7 +127,7 @@ def test_far_positions_are_rotated_by_float32_angles(rope):
 
 
 SECTIONS = [
-    # of 8 pairs, 0 to 7: the first dimension has what the others leave
+    # of 8 pairs, 0 to 7: the first dimension has the remaining pairs
     ((3, 3, 2), [0, 1, 2, 0, 1, 2, 0, 1]),
     ((4, 2, 2), [0, 1, 2, 0, 1, 2, 0, 0]),
     ((6, 1, 1), [0, 1, 2, 0, 0, 0, 0, 0]),
@@ -157,7 +157,7 @@ def test_sections_assign_pairs_to_position_dimensions(kind, sections, axes):
 
 @pytest.mark.slow
 def test_long_rope_without_long_divisors_depends_on_no_length():
-    """Phi-3.5-MoE: long texts have the magnitude alone of their own, and in its files that is the same."""
+    """Phi-3.5-MoE: only the magnitude of long texts differs, and its files have equal values."""
     rope = LongRope(
         short_factors=(1.0, 1.5), long_factors=(3.0, 4.0), original_length=6, keeps_short=True, attention_factor=1.25,
     )  # fmt: skip
@@ -204,7 +204,7 @@ def test_positions_must_have_the_dimensions_of_the_sections():
     ids=lambda rope: f"{type(rope).__name__} {getattr(rope, 'keeps_short', '')}",
 )
 def test_documents_of_a_packed_sequence_have_separate_lengths(rope):
-    """A long one does not turn the short one beside it, in any order, with padding between."""
+    """A long document does not change the rotation of a short one, in any order, with padding in between."""
     short, long = jnp.arange(4)[None], jnp.arange(9)[None]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 16, 2, 4)), jnp.float32)
     alone = rotate(x[:, :4], short, rope), rotate(x[:, 5:14], long, rope)

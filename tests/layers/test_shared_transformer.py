@@ -1,4 +1,4 @@
-"""A transformer block that layers share: what it adds to each of them, its caches, and the gradients of its weights."""
+"""A transformer block that layers share: its contribution to each layer, its caches, and gradients of its weights."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ CONFIG = AidedMixerConfig(mixer=MAMBA, transformer=SHARED, number=1, mlp_rank=2,
 
 
 def block_of(weights, layer):
-    """Its layers by themselves, with what the layer adds to them."""
+    """Return the layers of the block with the additions of the layer."""
     one = jax.tree.map(lambda leaf: leaf[1], weights)
     query, key, value = (
         getattr(one.attention, name) + jnp.einsum("er,rhd->ehd", pair.down, pair.up)
@@ -68,10 +68,10 @@ def decoder(count: int = 2) -> ed.DecoderConfig:
 
 @pytest.mark.slow
 def test_weights_are_stored_once_and_all_have_gradients():
-    """Each block has gradients of all layers that use it, and each layer those of its additions."""
+    """A block has gradients from all layers that use it, and each layer has gradients of its additions."""
     model = ed.init(decoder(), key=jax.random.key(0))
     assert model.shared.mlp.down.shape == (2, 5, 6)
-    pairs = jax.tree.map(lambda leaf: leaf + 0.1, model.scanned_layers)  # additions begin as nothing
+    pairs = jax.tree.map(lambda leaf: leaf + 0.1, model.scanned_layers)  # the additions of new layers are zero
     model = eqx.tree_at(lambda model: model.scanned_layers, model, pairs)
     tokens = jnp.arange(14).reshape(2, 7) % 8
     gradient = eqx.filter_grad(lambda model: jnp.square(model(tokens).logits).sum())(model)
@@ -79,12 +79,12 @@ def test_weights_are_stored_once_and_all_have_gradients():
         assert (jnp.abs(leaf).max(axis=range(1, leaf.ndim)) > 0).all()
     assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient.scanned_layers[0].unit[0].mixer.mlp_pair))
     one, two = (matmul_parameters(decoder(count)) for count in (1, 2))
-    assert one == two  # of one block or two: a token passes as many
+    assert one == two  # with one block or two blocks: the number per token is equal
 
 
 @pytest.mark.slow
 def test_scan_and_cache_do_not_change_the_result():
-    """A row at once, layer by layer or not, and in pieces, the last of single tokens."""
+    """At once, with and without scan, and in pieces, of which the last ones are single tokens."""
     model, tokens = filled(decoder()), np.arange(14, dtype=np.int32).reshape(2, 7) % 8
     want = model.replace(scan=False, remat=None)(tokens).logits
     assert_close(model(tokens).logits, np.asarray(want), units=2048)

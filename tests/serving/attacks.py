@@ -1,12 +1,13 @@
-"""Ways in which one client could stop all others, tried against a server on this machine.
+"""Requests by which one client could block all other clients, sent to a local server.
 
-    python tests/serving/attacks.py                            # all of them, against this checkout
-    python tests/serving/attacks.py A1 A5 --tree ../older      # two of them, against another checkout
+    python tests/serving/attacks.py                            # all attacks, against this checkout
+    python tests/serving/attacks.py A1 A5 --tree ../older      # two attacks, against another checkout
 
-While an attack goes on, an ordinary client reads a stream of text, another asks for /health, and a third one asks what
-the attack aims at. For each it prints a line of a table: the longest that each of them had to wait in seconds, how many
-of the third one's requests were not answered, and the server's memory before, at most and after, in MB. Everything goes
-to 127.0.0.1; each attack is a fixed number of requests, and ends after a minute at the latest.
+During each attack, an ordinary client reads a text stream, another client requests /health, and a third client sends
+the kind of request that the attack should block. The program prints a table row per attack: the longest waiting time
+of each client in seconds, the number of failed requests of the third client, and the server's memory in MB before the
+attack, at its maximum, and afterwards. All requests go to 127.0.0.1. Each attack sends a fixed number of requests, and
+ends after at most one minute.
 """
 
 import argparse
@@ -32,11 +33,11 @@ import numpy as np
 
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-MOST = 60.0  # seconds of an attack
+MOST = 60.0  # maximum seconds per attack
 HEADERS = {"Content-Type": "application/json"}
 HEAD = "POST {} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
 TREE = Path(__file__).parents[2]
-# The server, in which a program for images fails once: no input is known that makes one fail.
+# A server whose image program fails once: no input is known to make the program fail.
 BROKEN = """
 import sys
 from eqx_decoders.cli.serve import main
@@ -49,7 +50,7 @@ def broken(*given, **named):
 try:
     from eqx_decoders.serving.engine.multimodal_prefill import MultimodalPrefill as owner
     name = "prefill"
-except ImportError:  # of older checkouts
+except ImportError:  # in older checkouts
     try:
         from eqx_decoders.serving.sight import Sight as owner
         name = "read"
@@ -63,7 +64,7 @@ sys.exit(main())
 
 
 class Server:
-    """`scripts/serve.py` of a checkout on a free port."""
+    """Run `scripts/serve.py` of a checkout on a free port."""
 
     def __init__(self, tree: Path, folder: Path, model: Path, *flags: object, code: str = ""):
         self.log = folder / "log"
@@ -83,12 +84,12 @@ class Server:
 
     @property
     def memory(self) -> float:
-        """MB that the process holds."""
+        """Return the resident memory of the server process in MB."""
         rows = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return next(int(row.split()[1]) / 1e3 for row in rows if row.startswith("VmRSS"))
 
     def send(self, path: str, body: Any, seconds: float = MOST) -> int:
-        """The status of a request whose answer is read and forgotten; 0 for none."""
+        """Send a request and discard the response. Returns its status, or 0 if there was no response."""
         link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         try:
@@ -103,15 +104,15 @@ class Server:
             link.close()
 
     def begin(self, path: str, body: bytes, length: int | None = None) -> socket.socket:
-        """A request whose answer nobody reads."""
+        """Send a request without reading the response."""
         link = socket.create_connection(("127.0.0.1", self.port), timeout=MOST)
         link.sendall(HEAD.format(path, len(body) if length is None else length).encode() + body)
         return link
 
 
 @dataclasses.dataclass
-class Seen:
-    """The longest waits in seconds, and how many requests were not answered."""
+class Observations:
+    """The longest waiting times of the ordinary clients in seconds, failed requests, and the server's memory in MB."""
 
     stream: float = 0.0
     health: float = 0.0
@@ -121,14 +122,14 @@ class Seen:
 
 
 class Watch:
-    """Three ordinary clients, as long as an attack goes on. `other`: path and body of what the third one asks for."""
+    """Three ordinary clients that send requests during an attack. `other`: path and body for the third client."""
 
     def __init__(self, server: Server, other: tuple[str, Any], stream: Any):
         self._server, self._other, self._stream = server, other, stream
-        self._end, self.seen = threading.Event(), Seen()
+        self._end, self.seen = threading.Event(), Observations()
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[Seen]:
+    def watching(self) -> Iterator[Observations]:
         before, most = self._server.memory, [0.0]
 
         def weigh() -> None:
@@ -165,7 +166,7 @@ class Watch:
             time.sleep(0.02)
 
     def _read(self) -> None:
-        """A stream, and another one when it has ended. Silence that goes on when the attack ends counts, too."""
+        """Read streams one after another. Also counts the silence at the end of the attack."""
         last = [time.monotonic()]
 
         def note() -> None:
@@ -187,7 +188,7 @@ class Watch:
 
 @dataclasses.dataclass(frozen=True)
 class Attack:
-    """What is done to a server of which model with which flags, and what an ordinary client asks for meanwhile."""
+    """An attack function, the model and flags of the server, and the request of the third ordinary client."""
 
     do: Callable[[Server], object]
     model: Callable[[Path], Path]
@@ -209,8 +210,8 @@ def at_once(*calls: Callable[[], object]) -> None:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def chatting(folder: Path) -> Path:
-    """The fixture with a chat template; its vocabulary has one long token more, as published ones have."""
+def chat_model(folder: Path) -> Path:
+    """Copy the fixture with a chat template, and add one long token, as published vocabularies have."""
     from tokenizers import AddedToken, Tokenizer
 
     shutil.copytree(TREE / "tests" / "fixtures" / "chat_llama", folder)
@@ -220,8 +221,8 @@ def chatting(folder: Path) -> Path:
     return folder
 
 
-def wide(folder: Path) -> Path:
-    """One whose keys and values are large: 64 MB for 2,048 tokens."""
+def wide_model(folder: Path) -> Path:
+    """Write a model with large keys and values: 64 MB for 2,048 tokens."""
     from safetensors.numpy import save_file
 
     random = np.random.default_rng(0)
@@ -245,8 +246,8 @@ def wide(folder: Path) -> Path:
     return folder
 
 
-def seeing(folder: Path) -> Path:
-    """A small Qwen2.5-VL with a tokenizer of 64 words, w0 to w63."""
+def vision_model(folder: Path) -> Path:
+    """Write a small Qwen2.5-VL with a tokenizer of 64 words, w0 to w63."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
     kinds = ("vision_start", "vision_end", "image_pad", "video_pad", "audio_pad")
@@ -270,7 +271,7 @@ def seeing(folder: Path) -> Path:
     return folder
 
 
-# --- what is sent -----------------------------------------------------------------------------------------------------
+# --- request bodies ---------------------------------------------------------------------------------------------------
 
 
 def chat(content: Any, **more: Any) -> dict[str, Any]:
@@ -292,7 +293,7 @@ def image(width: int = 8, height: int = 8, text: str = "w20 ") -> list[dict[str,
 
 
 def video(frames: int) -> list[dict[str, Any]]:
-    """Grey images of 1920 x 1080, in some kilobytes."""
+    """Return a message with a video of gray frames of 1920 x 1080 pixels, which is a few kilobytes large."""
     import av
 
     file = io.BytesIO()
@@ -312,7 +313,7 @@ def video(frames: int) -> list[dict[str, Any]]:
 
 
 def schema(number: int) -> dict[str, Any]:
-    """1.3 kB that cost half a second to compile, others for each number."""
+    """Return a different JSON schema for each number; 1.3 kB that take half a second to compile."""
     count = 12
 
     def link(i: int) -> dict[str, Any]:
@@ -383,24 +384,24 @@ def schemas(server: Server) -> None:
 
 SEES = "--max-length 256 --max-batch-size 4 --prefill-chunk 32"
 ATTACKS = {
-    "A1": Attack(long_text, chatting, "--max-length 8192 --max-batch-size 4"),
-    "A2": Attack(text_beside_image, seeing, SEES, lambda: (CHAT, chat("w7")), "w7"),
-    "A3": Attack(scores, chatting, "--max-length 2048"),
-    "A5": Attack(long_conversations, chatting, "--max-length 2048 --max-batch-size 4", lambda: (CHAT, chat("a"))),
+    "A1": Attack(long_text, chat_model, "--max-length 8192 --max-batch-size 4"),
+    "A2": Attack(text_beside_image, vision_model, SEES, lambda: (CHAT, chat("w7")), "w7"),
+    "A3": Attack(scores, chat_model, "--max-length 2048"),
+    "A5": Attack(long_conversations, chat_model, "--max-length 2048 --max-batch-size 4", lambda: (CHAT, chat("a"))),
     "A6": Attack(
         priorities,
-        wide,
+        wide_model,
         "--max-length 2048 --max-batch-size 2 --prefill-chunk 512 --token-budget 2048 --prefix-cache-bytes 0",
     ),
-    "A8": Attack(videos, seeing, SEES, lambda: (CHAT, chat(image())), "w7"),
-    "A9": Attack(sizes, seeing, SEES, lambda: (CHAT, chat("w7")), "w7"),
-    "A10": Attack(failing_image, seeing, SEES, lambda: (CHAT, chat("w7")), "w7", code=BROKEN),
-    "A11": Attack(schemas, chatting, "--max-length 512 --max-batch-size 4", lambda: (CHAT, chat("a"))),
+    "A8": Attack(videos, vision_model, SEES, lambda: (CHAT, chat(image())), "w7"),
+    "A9": Attack(sizes, vision_model, SEES, lambda: (CHAT, chat("w7")), "w7"),
+    "A10": Attack(failing_image, vision_model, SEES, lambda: (CHAT, chat("w7")), "w7", code=BROKEN),
+    "A11": Attack(schemas, chat_model, "--max-length 512 --max-batch-size 4", lambda: (CHAT, chat("a"))),
 }
 
 
-def attacked(name: str, tree: Path = TREE) -> Seen:
-    """What ordinary clients of a server of a checkout see of one attack."""
+def run_attack(name: str, tree: Path = TREE) -> Observations:
+    """Run one attack against the server of a checkout. Returns what the ordinary clients observed."""
     attack = ATTACKS[name]
     with tempfile.TemporaryDirectory(prefix="attacks-") as folder:
         model = attack.model(Path(folder) / "m")
@@ -408,7 +409,7 @@ def attacked(name: str, tree: Path = TREE) -> Seen:
         try:
             other = attack.other()
             if not attack.code:
-                server.send(*other)  # what it compiles, or starts, for the first one
+                server.send(*other)  # compiles programs or starts processes
             stream = dict(prompt=attack.stream, max_tokens=200, stream=True, ignore_eos=True)
             with Watch(server, other, stream).watching() as seen:
                 kept = attack.do(server)
@@ -422,12 +423,12 @@ def attacked(name: str, tree: Path = TREE) -> Seen:
 
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[*ATTACKS, []], default=[], help="which; none: all")
+    parser.add_argument("names", nargs="*", choices=[*ATTACKS, []], default=[], help="attacks to run (default: all)")
     parser.add_argument("--tree", type=Path, default=TREE, help="checkout whose server is attacked")
     asked = parser.parse_args(args)
     print("| attack | stream | health | other | not answered | MB before | most | after |\n" + 8 * "|---" + "|")
     for name in asked.names or ATTACKS:
-        seen = attacked(name, asked.tree.resolve())
+        seen = run_attack(name, asked.tree.resolve())
         waits = " | ".join(f"{wait:.1f}" for wait in (seen.stream, seen.health, seen.other))
         sizes = " | ".join(f"{size:,.0f}" for size in seen.memory)
         title = ATTACKS[name].do.__name__.replace("_", " ")

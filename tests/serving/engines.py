@@ -1,4 +1,4 @@
-"""Engines on small checkpoints, and what requests would get alone."""
+"""Engines on small checkpoints, and reference answers of separate requests."""
 
 import dataclasses
 import random
@@ -20,13 +20,13 @@ SMALL = dict(max_batch_size=3, max_length=64, prefill_chunk=8, token_budget=12, 
 
 
 def engine_for(fixture, dtype="float32", **changes):
-    """An engine of few small slots."""
+    """Return an engine with a few small slots."""
     model = ed.load_hf(FIXTURES / fixture, dtype=dtype)
     return Engine(model, EngineConfig(**SMALL | changes))
 
 
 def request_pool(vocab, count, seed=0, longest=30, new=(1, 4, 12)):
-    """Requests of many kinds, half of which begin alike."""
+    """Return requests of many kinds; half of them share a prefix."""
     pick = random.Random(seed)
     shared, pool = [pick.randrange(3, vocab) for _ in range(24)], []
     for number in range(count):
@@ -44,14 +44,14 @@ def request_pool(vocab, count, seed=0, longest=30, new=(1, 4, 12)):
 
 
 def alone(engine, request):
-    """The tokens of a request with nothing else in the engine, and nothing known of its prompt."""
+    """Return the tokens of a request that runs without other requests and with an empty prefix cache."""
     assert not engine.has_work
     engine.clear_prefix_cache()
     return engine.run([dataclasses.replace(request, priority=0)])[0]
 
 
 def generated(model, request):
-    """The tokens that `generate` finds most likely."""
+    """Return the greedy tokens of `generate`."""
     prompt = np.asarray([request.prompt], np.int32)
     options = dict(max_new_tokens=request.max_new_tokens, sampler=ed.Greedy(), stop_ids=request.stop_ids, pad_id=-1)
     found = np.asarray(ed.generate(model, prompt, **options))[0].tolist()

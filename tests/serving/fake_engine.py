@@ -1,4 +1,4 @@
-"""An engine that computes nothing: the next token is the one behind the last token. For tests of what is around it."""
+"""An engine without a model, for tests of the server around it: the next token is the last token plus one."""
 
 import dataclasses
 import math
@@ -16,10 +16,10 @@ from eqx_decoders.serving.engine.sampler import TokenScore
 
 @dataclasses.dataclass
 class FakeEngine:
-    """Answers go on with `(last + 1) % letters`, or with a seed drawn from the prompt and the seed.
+    """The next token is `(last + 1) % letters`; sampled requests add a number that depends on the seed.
 
-    Tokens below `letters` follow each other; others never come by themselves. `script` answers with these tokens.
-    `seconds`: that a step takes. `per_step`: tokens of each answer in one step.
+    Tokens from `letters` on are never generated, except by `script`, the tokens of every answer. `seconds` is the
+    duration of a step, and `per_step` the number of tokens per answer and step.
     """
 
     vocab_size: int = 320
@@ -49,11 +49,11 @@ class FakeEngine:
         self.requests: dict[int, Request] = {}
         self.answers: dict[int, list[int]] = {}
         self.order: list[int] = []
-        self.seen: list[Request] = []  # all that were ever submitted
+        self.seen: list[Request] = []  # all submitted requests
         self.cancelled: list[int] = []
-        self.gate = threading.Event()  # steps wait for it
+        self.gate = threading.Event()  # steps wait for this event
         self.gate.set()
-        self.begun = threading.Event()  # a step has begun
+        self.begun = threading.Event()  # a step has started
         self.done = EngineStats()
 
     @property
@@ -141,13 +141,13 @@ class FakeEngine:
 
 
 def allowed_tokens(constraint: Any, vocab_size: int = 320) -> list[int]:
-    """The ids that may be next."""
+    """Return the ids that the constraint allows next."""
     words = np.full((vocab_size + 31) // 32, -1, np.int32)
     constraint.fill(words)
     return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
 
 
 def score(token: int, count: int) -> TokenScore:
-    """Made up: the token itself is the most likely one, those behind it follow."""
+    """Return an invented score: the token itself is the most likely one, followed by the next ids."""
     top = [((token + at) % 256, -math.log(2.0) * (at + 1)) for at in range(count)]
     return TokenScore(token, -math.log(2.0) if token % 5 else -math.inf, tuple(top))

@@ -1,4 +1,4 @@
-"""`scripts/serve.py` in a process of its own, ready to be asked, and what that process holds."""
+"""Run `scripts/serve.py` in a separate process, and measure the memory and time of this process."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from tests.serving.servers import Running
 
 
 LENGTH = 192
-# The same program, which writes what JAX holds into a file whenever it is told to.
+# The same program. On SIGUSR2 it writes the number and the bytes of JAX's live arrays into a file.
 WATCHED = """
 import os, signal, sys
 from pathlib import Path
@@ -50,7 +50,7 @@ def free_port() -> int:
 def served(
     folder: Path, *flags: object, length: int = LENGTH, watched: Path | None = None
 ) -> Iterator[tuple[subprocess.Popen, Running]]:
-    """The script, ready; killed if it has not ended. `watched`: a file for `arrays_of`."""
+    """Start the script and wait until it is ready; kill it at the end. `watched`: file for `arrays_of`."""
     port = free_port()
     options = ("--model", folder, "--served-name", "m", "--port", port, "--max-length", length, "--max-batch-size", 4)
     script = [ROOT / "scripts" / "serve.py"] if watched is None else ["-c", WATCHED, watched]
@@ -63,7 +63,7 @@ def served(
             line,
             process.stderr.read()[-3000:] if not line else "",
         )
-        inside: Any = None  # its engine is in the process
+        inside: Any = None  # the engine is in the other process
         yield process, Running(port, inside, inside)
     finally:
         if process.poll() is None:
@@ -72,19 +72,19 @@ def served(
 
 
 def memory_of(process: subprocess.Popen) -> float:
-    """Megabytes that a process holds."""
+    """Return the resident memory of a process in MB."""
     rows = Path(f"/proc/{process.pid}/status").read_text().splitlines()
     return next(int(row.split()[1]) / 1e3 for row in rows if row.startswith("VmRSS"))
 
 
 def seconds_of(process: subprocess.Popen) -> float:
-    """Processor time that a process and its children that have ended have taken."""
+    """Return the processor time of a process and of its ended children in seconds."""
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def arrays_of(process: subprocess.Popen, watched: Path) -> tuple[int, int]:
-    """How many arrays JAX holds in a process, and their bytes."""
+    """Return the number of live JAX arrays in a process, and their bytes."""
     watched.unlink(missing_ok=True)
     process.send_signal(signal.SIGUSR2)
     until(watched.exists)

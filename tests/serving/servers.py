@@ -1,4 +1,4 @@
-"""A server with a fake engine on a free port, and calls to it."""
+"""A server with a fake engine on a free port, and functions that send requests to it."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ CHAT = Path(__file__).parents[1] / "fixtures" / "chat_llama"
 
 
 def chat_frontend(**changes: Any) -> TextFrontend:
-    """That of a fixture with a byte-level vocabulary of 320 ids and a chat template."""
+    """Return the frontend of a fixture with a byte-level vocabulary of 320 ids and a chat template."""
     found = TextFrontend(
         tokenizer=load_tokenizer(CHAT),
         chat=load_chat_template(CHAT),
@@ -33,7 +33,7 @@ def chat_frontend(**changes: Any) -> TextFrontend:
 
 @dataclasses.dataclass
 class Running:
-    """A server that runs, with the engine behind it."""
+    """A running server and its engine."""
 
     port: int
     engine: FakeEngine
@@ -44,7 +44,7 @@ class Running:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def call(self, path: str, body: Any = None, *, raw: bytes | None = None, method: str | None = None, **headers: str):
-        """Status, headers and content of a request."""
+        """Send a request. Returns status, headers and content."""
         link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         data = raw if raw is not None else None if body is None else json.dumps(body).encode()
         names = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -57,19 +57,19 @@ class Running:
             link.close()
 
     def json(self, path: str, body: Any = None, *, code: int | None = 200, **options: Any) -> Any:
-        """What a request gives that must end with `code`; None: with any."""
+        """Return the JSON response of a request, which must have status `code`; None: any status."""
         status, _, content = self.call(path, body, **options)
         assert code in (status, None), (status, content[:500])
         return json.loads(content)
 
     def error(self, path: str, body: Any = None, *names: object, code: int = 400, **options: Any) -> dict[str, Any]:
-        """The error of a request that is refused with `code`; its message has each of `names`."""
+        """Return the error of a request, which must fail with `code` and a message that contains `names`."""
         error = self.json(path, body, code=code, **options)["error"]
         assert_names(error["message"], *names)
         return error
 
     def connect(self) -> socket.socket:
-        """A bare connection."""
+        """Open a TCP connection."""
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
 
 
@@ -82,7 +82,7 @@ def serving(
     read_adapter: Any = None,
     **config: Any,
 ) -> Iterator[Running]:
-    """A server as long as the block lasts."""
+    """Run a server inside the with block."""
     engine = engine or FakeEngine()
     defaults = dict(name="fake", max_length=engine.max_length, vocab_size=engine.vocab_size, seed=1)
     sock = bind("127.0.0.1", 0)

@@ -1,8 +1,4 @@
-"""Request structured answers with LangChain, instructor, Pydantic AI and OpenAI's client.
-
-Prints one JSON object per request. The script runs in the environment of these clients; its argument is the URL of a
-server.
-"""
+"""Request structured output with LangChain, instructor, Pydantic AI and OpenAI's client."""
 
 import functools
 import json

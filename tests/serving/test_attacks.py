@@ -1,11 +1,11 @@
-"""Each of the attacks: all ordinary clients are answered, and the server's memory stays what it was."""
+"""Ordinary clients get all their answers during each attack, and the server's memory does not grow."""
 
 import pytest
 
-from tests.serving.attacks import ATTACKS, attacked
+from tests.serving.attacks import ATTACKS, run_attack
 
 
-# What a server may hold more than before, in MB: bodies and answers that are on their way, and programs for images.
+# Allowed growth of the server's memory in MB: bodies and answers in flight, and image programs.
 MORE = 600
 
 
@@ -15,6 +15,6 @@ def test_one_client_does_not_stop_the_others(name):
     if name in ("A8", "A9", "A10", "A2"):
         pytest.importorskip("av")
         pytest.importorskip("PIL.Image")
-    seen = attacked(name)
+    seen = run_attack(name)
     before, most, _ = seen.memory
     assert seen.refused == 0 and most < before + MORE, seen

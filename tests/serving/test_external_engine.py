@@ -1,4 +1,4 @@
-"""Engines that own the memory: their caches and their attention give what the model's own give."""
+"""Engines such as vLLM that provide caches and attention: logits equal those of the model's own attention."""
 
 import dataclasses
 from typing import NamedTuple
@@ -22,7 +22,7 @@ PAGE, PAGES, PLACES = 4, 40, 8
 
 
 class Metadata(NamedTuple):
-    """As vLLM has it: tokens of all sequences side by side, and the pages of each sequence."""
+    """As in vLLM: concatenated tokens of all sequences, and the pages of each sequence."""
 
     starts: np.ndarray
     lengths: np.ndarray
@@ -30,7 +30,7 @@ class Metadata(NamedTuple):
 
 
 def attention(cache, query, key, value, metadata, sinks, call):
-    """Plain attention over pages of [page, slot, key or value, heads, features], one sequence after another."""
+    """Plain attention over pages of shape [page, slot, key or value, heads, features], for one sequence at a time."""
     outs, cache = [], np.array(cache)
     query, key, value, sinks = (None if x is None else np.asarray(x) for x in (query, key, value, sinks))
     for number, length in enumerate(metadata.lengths.tolist()):
@@ -58,8 +58,8 @@ def attention(cache, query, key, value, metadata, sinks, call):
     return jnp.asarray(cache), jnp.asarray(np.concatenate(outs), query.dtype)
 
 
-def play(model, sequences, cuts):
-    """Logits of whole sequences, computed side by side and piece by piece."""
+def run_in_pieces(model, sequences, cuts):
+    """Return the logits of sequences that are computed together, in pieces."""
     shapes = external_layers(model)
     caches = [jnp.zeros((PAGES, PAGE, 2, shape.kv_heads, shape.head_dim)) for shape in shapes]
     tables = np.random.default_rng(0).permutation(PAGES)[: len(sequences) * PLACES].reshape(-1, PLACES)
@@ -81,24 +81,24 @@ MODELS = ["llama_rope", "gemma2_odd", "gpt_oss_yarn", "deepseek2_groups", "gemma
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fixture", MODELS)
-def test_pieces_of_several_sequences_have_the_logits_of_each_alone(fixture):
+def test_logits_of_batched_pieces_equal_separate_sequences(fixture):
     model = ed.load_hf(FIXTURES / fixture, dtype="float32")
     generator = np.random.default_rng(1)
     sequences = [generator.integers(3, model.config.vocab_size, length) for length in (13, 7)]
-    found = play(model, sequences, [(6, 1), (6, 5), (1, 1)])
+    found = run_in_pieces(model, sequences, [(6, 1), (6, 5), (1, 1)])
     for text, logits in zip(sequences, found, strict=True):
         assert_allclose(logits, np.asarray(model(text[None]).logits[0]), atol=2e-4)
 
 
 @pytest.mark.slow
-def test_equal_layers_that_share_keys_share_the_last_ones():
-    """Two equal layers write, each for itself, and two later ones read what the second has written."""
+def test_shared_keys_are_those_of_the_last_layer_that_shares_them():
+    """Two layers write keys under one name. Two later layers read the keys of the second one."""
     config, full = rich_decoder(1), AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
     first = dataclasses.replace(config.blocks[0], mixer=full, shares_kv_as="keys")
     other = dataclasses.replace(config.blocks[0], mixer=dataclasses.replace(full, kv_shared_from="keys"))
     model = filled(dataclasses.replace(config, blocks=(first, first, other, other)))
     sequences = [np.arange(3, 10), np.arange(20, 24)]
-    logits = play(model, sequences, [(5, 1), (1, 3), (1, 0)])
+    logits = run_in_pieces(model, sequences, [(5, 1), (1, 3), (1, 0)])
     for text, each in zip(sequences, logits, strict=True):
         assert_allclose(each, np.asarray(model(text[None]).logits[0]), atol=2e-4)
 
@@ -113,7 +113,10 @@ def test_refuses_layers_without_an_external_cache():
 
 
 def test_refuses_rope_that_depends_on_the_length():
-    """An engine with a cache of its own runs all texts as one row; ours takes texts for which the length is nothing."""
+    """External engines run all texts as one row.
+
+    Our engine accepts such a RoPE only below the length where it changes.
+    """
     rope = DynamicRope(factor=2.0, original_length=64)
     config = ed.get_config("tiny")
     blocks = (dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, rope=rope)) for block in config.blocks)

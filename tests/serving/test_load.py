@@ -1,8 +1,4 @@
-"""`scripts/serve.py` under a load generator that others wrote (AIPerf): nothing fails, and its counts are the model's.
-
-AIPerf asks for versions of packages that do not go with this library's extras, so `make test-slow` gives it an
-environment of its own, `load` within the tests' one.
-"""
+"""`scripts/serve.py` under the load generator AIPerf: no request fails, and AIPerf counts the expected tokens."""
 
 import json
 import os
@@ -26,22 +22,22 @@ AIPERF = shutil.which("aiperf", path=PLACES)
 COUNT, CLIENTS = 32, 4
 
 
-def asked(seed: int) -> list[dict]:
-    """Prompts, and how many tokens are to follow each."""
+def random_prompts(seed: int) -> list[dict]:
+    """Return prompts and the number of tokens to generate for each."""
     pick = random.Random(seed)
     texts = (" ".join(pick.choices(WORDS, k=pick.randrange(1, 9))) for _ in range(COUNT))
     return [{"text": text, "output_length": pick.randrange(20, 80)} for text in texts]
 
 
-def measured(folder: Path, url: str, kind: str, prompts: list[dict], *more: str) -> tuple[list[dict], dict]:
-    """What AIPerf has seen of each request, by its number, and what it says of all."""
+def run_aiperf(folder: Path, url: str, kind: str, prompts: list[dict], *more: str) -> tuple[list[dict], dict]:
+    """Run AIPerf. Returns its records, ordered by request, and its summary."""
     file, found = folder / "prompts.jsonl", folder / "found"
     file.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     options = f"--model m --url {url} --endpoint-type {kind} --streaming --tokenizer {CHAT} --input-file {file}"
     options += f" --custom-dataset-type single_turn --dataset-sampling-strategy sequential --request-count {COUNT}"
     options += f" --concurrency {CLIENTS} --extra-inputs ignore_eos:true --artifact-dir {found} --ui none"
     options += " --no-gpu-telemetry --no-server-metrics --workers-max 2 --record-processors 1"
-    # its home is a folder of the test, and huggingface.co an address at which nobody answers
+    # home is a folder of the test, and huggingface.co is replaced by a closed port
     env = {**os.environ, "HOME": str(folder), "HF_HOME": str(folder), "HF_ENDPOINT": "http://127.0.0.1:9"}
     done = subprocess.run(
         [str(AIPERF), "profile", *options.split(), *more], env=env, text=True, capture_output=True, timeout=300
@@ -59,17 +55,17 @@ def numbers(rows: list[dict], name: str) -> list:
 @pytest.mark.slow
 @pytest.mark.skipif(AIPERF is None, reason="needs aiperf, which `make test-slow` installs")
 @pytest.mark.parametrize("kind", ["chat", "completions"])
-def test_aiperf_counts_what_is_served(tmp_path, kind):
-    text, prompts = load_text_model(CHAT, "float32"), asked(seed=len(kind))
+def test_aiperf_counts_the_expected_tokens(tmp_path, kind):
+    text, prompts = load_text_model(CHAT, "float32"), random_prompts(seed=len(kind))
     told = [prompt["text"] for prompt in prompts]
     lengths = [
         text.prepare(each if kind == "completions" else [{"role": "user", "content": each}])[0].size for each in told
     ]
-    # of a conversation AIPerf counts what the user has said, with its own tokenizer; of a prompt it takes our word
+    # AIPerf counts the tokens of a user message with its own tokenizer; for completions it uses our count
     seen = [text.tokenizer.encode(each).size for each in told] if kind == "chat" else lengths
     with served(CHAT) as (_, server):
         more = [] if kind == "chat" else ["--use-server-token-count"]
-        rows, whole = measured(tmp_path, server.url.removesuffix("/v1"), kind, prompts, *more)
+        rows, whole = run_aiperf(tmp_path, server.url.removesuffix("/v1"), kind, prompts, *more)
         counts = dict(re.findall(r"^(\S+) (\S+)$", server.call("/metrics")[2].decode(), re.MULTILINE))
     assert len(rows) == COUNT and not any(row.get("error") for row in rows)
     assert whole["request_count"]["avg"] == COUNT and whole["request_error_rate"]["avg"] == 0

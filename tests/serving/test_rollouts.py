@@ -1,4 +1,4 @@
-"""Answers for training: their seeds, and the log-probabilities that they were sampled by."""
+"""Sampled completions for training: their seeds and log-probabilities."""
 
 import jax
 import numpy as np
@@ -27,8 +27,8 @@ def engine():
     return engine_for("llama_rope", max_waiting=3)
 
 
-def sampled(engine, prompts=PROMPTS, samples=3, seed="run/1", **options):
-    """The completions by prompt."""
+def sample_completions(engine, prompts=PROMPTS, samples=3, seed="run/1", **options):
+    """Return the completions of each prompt."""
     groups = {
         group.number: group
         for group in rollout(engine, prompts, samples=samples, max_new_tokens=5, seed=seed, **options)
@@ -37,17 +37,20 @@ def sampled(engine, prompts=PROMPTS, samples=3, seed="run/1", **options):
 
 
 @pytest.mark.slow
-def test_completions_depend_on_seed_prompt_and_sample_alone(engine):
-    first = sampled(engine)
+def test_completions_depend_only_on_seed_prompt_id_and_sample(engine):
+    first = sample_completions(engine)
     assert len({sample_seed("run/1", name, sample) for name in range(4) for sample in range(3)}) == 12
     texts = [[completion.tokens.tolist() for completion in group] for group in first]
-    assert len({tuple(completion) for completion in texts[0]}) > 1 and texts[0] != texts[3]  # an id for each prompt
-    other = sampled(engine, PROMPTS[1::-1], ids=[1, 0])  # in another order, without the others
+    # equal prompts have different ids
+    assert len({tuple(completion) for completion in texts[0]}) > 1 and texts[0] != texts[3]
+    other = sample_completions(engine, PROMPTS[1::-1], ids=[1, 0])  # in another order, without the other prompts
     for one, same in ((first[0], other[1]), (first[1], other[0])):
         for completion, again in zip(one, same, strict=True):
             assert_array_equal(completion.tokens, again.tokens)
             assert_array_equal(completion.log_probs, again.log_probs)
-    assert texts != [[completion.tokens.tolist() for completion in group] for group in sampled(engine, seed="run/2")]
+    assert texts != [
+        [completion.tokens.tolist() for completion in group] for group in sample_completions(engine, seed="run/2")
+    ]
 
 
 @pytest.mark.slow(fast=("0.6",))
@@ -67,12 +70,12 @@ def test_log_probs_match_the_model(engine, temperature):
             assert not set(completion.tokens[:-1].tolist()) & set(stops) and set(completion.versions.tolist()) == {0}
 
 
-def test_completions_end_where_the_engine_has_no_room(engine):
+def test_completions_end_at_the_maximum_length(engine):
     long = (3, 4) * 31
-    ((completion,),) = sampled(engine, [long], samples=1)
+    ((completion,),) = sample_completions(engine, [long], samples=1)
     assert len(completion.tokens) == 2 and completion.finish_reason == "length"
     with refused(ConfigError, "prompt 1", "64 tokens", "max_length=64"):
-        sampled(engine, [(1,), (1,) * 64])
+        sample_completions(engine, [(1,), (1,) * 64])
 
 
 LIMITS = {"recurrent": 3e-4, "delta": 3e-5}  # chunks of a delta rule add up in another order than single tokens
@@ -97,7 +100,7 @@ KINDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampler_and_trainer_agree(kind):
-    """Whatever holds the keys and values, and whoever drafts: what a trainer says of a completion is what drew it."""
+    """For every cache and drafter, log-probs in the trainer equal the log-probs of the sampler."""
     fixture, options = KINDS[kind]
     model, gaps = ed.load_hf(FIXTURES / fixture, dtype="float32"), []
     model = ed.add_mtp(model, 1, key=jax.random.key(0)) if kind == "MTP" else model
@@ -105,7 +108,7 @@ def test_sampler_and_trainer_agree(kind):
     for group in rollout(engine, PROMPTS[:2], samples=3, max_new_tokens=12, temperature=0.9, seed=1):
         for completion in group.rollouts:
             tokens = np.asarray([[*group.prompt, *completion.tokens]], np.int32)
-            sampled = np.arange(tokens.shape[1])[None] >= len(group.prompt)
-            found = token_log_probs(model, Batch(tokens=tokens, loss_mask=sampled), temperature=0.9)
+            sample_completions = np.arange(tokens.shape[1])[None] >= len(group.prompt)
+            found = token_log_probs(model, Batch(tokens=tokens, loss_mask=sample_completions), temperature=0.9)
             gaps.append(np.abs(np.asarray(found)[0, len(group.prompt) :] - completion.log_probs).max())
     assert len(gaps) == 6 and max(gaps) <= LIMITS.get(kind, 1e-5), gaps

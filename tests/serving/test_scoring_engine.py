@@ -1,4 +1,4 @@
-"""A served reward model: each text's score is that of the text alone, by ids, as text and as a conversation."""
+"""A served reward model: scores of ids, texts and conversations equal the scores of separate forward passes."""
 
 import dataclasses
 import math
@@ -31,8 +31,8 @@ def model():
     return filled(dataclasses.replace(with_scores(rich_decoder(1), 2)))
 
 
-def test_scores_match_each_text_alone(model):
-    """More requests than fit into a step, of several lengths; one that is cancelled gets none."""
+def test_scores_equal_separate_forward_passes(model):
+    """More requests than fit into a step, with different lengths. A cancelled request gets no score."""
     draws, engine = np.random.default_rng(0), ScoringEngine(model, LIMITS)
     prompts = [tuple(draws.integers(0, VOCAB, size).tolist()) for size in (3, 9, 1, 5)]
     ids = [engine.submit(Request(prompt=prompt, max_new_tokens=1)) for prompt in prompts]
@@ -47,7 +47,7 @@ def test_scores_match_each_text_alone(model):
     assert engine.counts().prompt_tokens == 9 and engine.counts().waiting == 0
 
 
-def test_refuses_requests_and_models_that_do_not_fit(model):
+def test_refuses_invalid_requests_and_models(model):
     engine = ScoringEngine(model, LIMITS)
     with refused(ConfigError, "max_length=24"):
         engine.submit(Request(prompt=(1,) * 25, max_new_tokens=1))
@@ -62,8 +62,8 @@ def test_refuses_requests_and_models_that_do_not_fit(model):
 
 
 @pytest.mark.slow
-def test_classify_is_what_vllm_offers():
-    """Raw numbers and probabilities; a conversation is read at the end of its last turn, as in training."""
+def test_classify_endpoint_is_compatible_with_vllm():
+    """Raw scores and probabilities. A conversation is scored at the end of its last message, as in training."""
     model, sock = add_score_head(ed.load_hf(CHAT), key=jax.random.key(0)), bind("127.0.0.1", 0)
     engine = ScoringEngine(model, EngineLimits(max_batch_size=2, max_length=128))
     config = ApiConfig(name="judge", max_length=128, vocab_size=model.config.vocab_size, scores=1)

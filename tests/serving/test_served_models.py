@@ -1,4 +1,4 @@
-"""`scripts/serve.py` with models that compute: its answers, many clients at once, lm-eval, and how it ends."""
+"""`scripts/serve.py` with real models: answers, many concurrent clients, lm-eval, and shutdown."""
 
 import asyncio
 import base64
@@ -48,8 +48,8 @@ def solo(model, ids: list[int], new: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_answers_under_load_are_those_that_each_gets_alone(server, model):
-    """Poisson arrivals of clients that stream, that do not, and that go away; nothing of anybody is lost or mixed."""
+def test_answers_under_load_equal_separate_requests(server, model):
+    """Clients arrive as a Poisson process; some stream, and some disconnect."""
     pick = random.Random(0)
     begin, cases = [pick.randrange(3, 250) for _ in range(32)], []
     for _ in range(60):
@@ -81,8 +81,11 @@ def test_answers_under_load_are_those_that_each_gets_alone(server, model):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_half_a_minute_of_everything_leaves_nothing_behind():
-    """Clients stream, stop, ask for forms, make mistakes and go away; then nothing runs, and memory is as before."""
+def test_mixed_load_of_30_seconds_does_not_leak():
+    """Clients stream, use stop strings and grammars, send errors and disconnect.
+
+    Afterwards no request runs, and memory has not grown.
+    """
     with served(CHAT) as (process, server):
         end, errors = time.monotonic() + 30, []
 
@@ -135,7 +138,7 @@ def test_echoed_logprobs_match_the_model(server, model):
 
 
 @pytest.mark.slow
-def test_drawn_answers_of_a_form_have_it(server):
+def test_sampled_answers_match_the_schema(server):
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer"}},
@@ -152,7 +155,7 @@ def test_drawn_answers_of_a_form_have_it(server):
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_answer_under_any_load(server):
+def test_answer_depends_on_the_seed_and_not_on_the_load(server):
     body = dict(prompt="def f(", max_tokens=12, temperature=1.0, seed=7)
     alone = server.json("/v1/completions", body)["choices"][0]["text"]
     many = server.json("/v1/completions", body | {"n": 6})["choices"]
@@ -160,8 +163,7 @@ def test_the_same_seed_gives_the_same_answer_under_any_load(server):
 
 
 @pytest.mark.slow
-def test_images_are_seen(tmp_path):
-    """What is sent as a data: URL becomes what the file becomes."""
+def test_images_in_data_urls_equal_image_files(tmp_path):
     image = pytest.importorskip("PIL.Image")
     folder, file = vision_directory(tmp_path / "model"), tmp_path / "a.png"
     pixels = np.random.default_rng(0).integers(0, 255, (20, 24, 3), np.uint8)
@@ -187,7 +189,7 @@ def test_images_are_seen(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_ends_in_order_also_where_clients_hang(number):
+def test_shuts_down_although_clients_hang(number):
     with served(CHAT, "--drain-seconds", 2) as (process, server), contextlib.ExitStack() as links:
         body = json.dumps(dict(prompt="a", max_tokens=LENGTH - 10, stream=True, ignore_eos=True)).encode()
         kind = "Content-Type: application/json\r\n"
@@ -203,12 +205,12 @@ def test_it_ends_in_order_also_where_clients_hang(number):
 
 
 def lm_eval(folder: Path, url: str, tasks: dict[str, tuple[dict, list[dict]]]) -> tuple[dict, dict[str, list[dict]]]:
-    """lm-eval's results and samples of some tasks, each a configuration and its documents; nothing is downloaded."""
+    """Run lm-eval on tasks, each a configuration and its documents, without downloads. Returns results and samples."""
     for name, (config, documents) in tasks.items():
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(document) + "\n" for document in documents))
         where = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
-        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **where, **config}))  # YAML has all of JSON
+        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **where, **config}))  # JSON is valid YAML
     model = f"base_url={url}/completions,model=m,num_concurrent=2,max_length={LENGTH},eos_string=<|end|>"
     command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--model_args", model]
     command += ["--tasks", ",".join(tasks), "--include_path", str(folder), "--output_path", str(folder / "found")]
@@ -224,8 +226,8 @@ def lm_eval(folder: Path, url: str, tasks: dict[str, tuple[dict, list[dict]]]) -
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm-eval: extra clients")
-def test_lm_eval_scores_a_served_model(server, model, tmp_path):
-    """Its own program, with the tokenizer asked over HTTP: log-probabilities, texts and scores are the model's."""
+def test_lm_eval_results_match_the_model(server, model, tmp_path):
+    """lm-eval's program uses the tokenizer over HTTP. Log-probabilities, texts and scores equal those of the model."""
     import jax
 
     tokenizer, count = load_tokenizer(CHAT), 12
@@ -241,7 +243,7 @@ def test_lm_eval_scores_a_served_model(server, model, tmp_path):
     scores = [[score(text, f" {choice}") for choice in own] for text, own in zip(texts, choices, strict=True)]
     best = [int(np.argmax([own[0] for own in each])) for each in scores]
     assert len(set(best)) == 3 and {greedy for each in scores for _, greedy in each} == {True, False}
-    # half of the targets are what the model says
+    # half of the targets are the model's own continuations
     chosen = {"output_type": "multiple_choice", "doc_to_text": "{{text}}", "doc_to_choice": "choices"}
     chosen |= {"doc_to_target": "target", "metric_list": [{"metric": "acc"}]}
     rows = [dict(text=texts[at], choices=choices[at], target=(best[at] + at % 2) % 3) for at in range(count)]
@@ -252,7 +254,7 @@ def test_lm_eval_scores_a_served_model(server, model, tmp_path):
     written |= {"metric_list": [{"metric": "exact_match"}]}
     targets = [own + "?" * (at % 2) for at, own in enumerate(said)]
     texts_of = [dict(text=text, target=target) for text, target in zip(texts, targets, strict=True)]
-    assert said != greedy and len(set(said)) > 3  # which end in different places
+    assert said != greedy and len(set(said)) > 3  # different lengths
     results, samples = lm_eval(tmp_path, server.url, {"chosen": (chosen, rows), "written": (written, texts_of)})
 
     assert results["chosen"]["acc,none"] == 0.5 and results["written"]["exact_match,none"] == 0.5

@@ -1,7 +1,8 @@
-"""A server that is asked for all kinds of things for long holds no more at the end than after its first minute.
+"""The memory of a server under mixed load does not grow after a warm-up.
 
-`SOAK_SECONDS=3600 SOAK_RATE=2 make test-slow ARGS='-n 0 -s tests/serving/test_soak.py'` asks for an hour, twice a
-second; by default half as many requests come within two minutes. What is compared is memory after a warm-up.
+`SOAK_SECONDS=3600 SOAK_RATE=2 make test-slow ARGS='-n 0 -s tests/serving/test_soak.py'` runs for an hour with two
+requests per second. The default is two minutes with half as many requests in total. Memory is compared with its value
+after the warm-up.
 """
 
 import collections
@@ -24,18 +25,18 @@ from tests.serving.servers import CHAT, Running
 
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "120"))
-RATE = float(os.environ.get("SOAK_RATE", "30"))  # requests a second
-ROWS = 12  # how often memory is looked at
-WARM = 600  # requests before, in which caches fill: beginnings of prompts, grammars, what JAX knows of calls
-MOST = 5.0  # megabytes that may be added after it
+RATE = float(os.environ.get("SOAK_RATE", "30"))  # requests per second
+ROWS = 12  # number of memory measurements
+WARM = 600  # warm-up requests, which fill caches: prefixes, grammars, JAX's call caches
+MOST = 5.0  # allowed growth after the warm-up in MB
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-# What prompts begin with.
+# Prefixes of the prompts.
 SHARED = [[(number * 37 + at * 11) % 247 + 3 for at in range(48)] for number in range(6)]
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog")
 
 
 class Row(NamedTuple):
-    """What a server holds at a moment: seconds, requests, megabytes, JAX's arrays and their bytes, processor time."""
+    """Measurement of a server: seconds, requests, memory in MB, JAX's arrays and their bytes, processor time."""
 
     seconds: float
     requests: int
@@ -45,17 +46,17 @@ class Row(NamedTuple):
     busy: float
 
 
-# --- what is asked: each gives the word by which it is counted ---
+# --- requests: each function returns the name under which it is counted ---
 
 
 def ids(pick: random.Random) -> list[int]:
-    """A prompt, most of which begin like another."""
+    """Return a prompt; most prompts share a prefix with others."""
     own = [pick.randrange(3, 250) for _ in range(pick.randrange(1, 40))]
     return pick.choice(SHARED)[: pick.choice([16, 32, 48])] + own if pick.random() < 0.7 else own
 
 
 def completion(server: Running, pick: random.Random) -> str:
-    """One that is answered as a whole, in one of many ways."""
+    """Send a completion request with random options."""
     kind = pick.choice(["plain", "several", "stopped", "scored", "formed", "drawn"])
     more = {
         "plain": {"temperature": 0},
@@ -71,7 +72,7 @@ def completion(server: Running, pick: random.Random) -> str:
 
 
 def conversation(server: Running, pick: random.Random) -> str:
-    """A chat, as a stream."""
+    """Send a streaming chat request."""
     said = [" ".join(pick.choices(WORDS, k=pick.randrange(1, 6))) for _ in range(pick.choice([1, 3]))]
     messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(said)]
     body = dict(messages=messages, max_tokens=16, stream=True, stream_options={"include_usage": True})
@@ -80,8 +81,8 @@ def conversation(server: Running, pick: random.Random) -> str:
     return "chat"
 
 
-def departure(server: Running, pick: random.Random) -> str:
-    """A client that goes away, before its answer begins or in the middle of it."""
+def disconnect(server: Running, pick: random.Random) -> str:
+    """Send a request and disconnect before or during the answer."""
     body = dict(prompt=ids(pick), max_tokens=90, ignore_eos=True, stream=pick.random() < 0.7)
     link = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     with contextlib.closing(link):
@@ -94,8 +95,8 @@ def departure(server: Running, pick: random.Random) -> str:
         return "left late"
 
 
-def mistake(server: Running, pick: random.Random) -> str:
-    """What is refused."""
+def invalid_request(server: Running, pick: random.Random) -> str:
+    """Send a request that must be refused."""
     path, raw, code = pick.choice(
         [
             (COMPLETIONS, b'{"prompt": ', 400),
@@ -116,8 +117,8 @@ def mistake(server: Running, pick: random.Random) -> str:
     return "refused"
 
 
-def question(server: Running, pick: random.Random) -> str:
-    """What needs no model."""
+def metadata_request(server: Running, pick: random.Random) -> str:
+    """Send a request that does not run the model."""
     text = " ".join(pick.choices(WORDS, k=5))
     tokens = server.json("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
     assert server.json("/detokenize", {"tokens": tokens})["prompt"] == text
@@ -125,12 +126,12 @@ def question(server: Running, pick: random.Random) -> str:
 
 
 KINDS: tuple[tuple[Callable[[Running, random.Random], str], int], ...] = (
-    (completion, 10), (conversation, 5), (departure, 4), (mistake, 4), (question, 1),
+    (completion, 10), (conversation, 5), (disconnect, 4), (invalid_request, 4), (metadata_request, 1),
 )  # fmt: skip
 
 
 class Load:
-    """Clients that ask a server at random moments, so many a second, and what they were told."""
+    """Clients that send requests at random times with a given rate, and the counts of responses."""
 
     def __init__(self, server: Running, pool: concurrent.futures.Executor):
         self.asked, self.found = 0, collections.Counter[str]()
@@ -152,9 +153,9 @@ class Load:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_hours_of_everything_leave_nothing_behind(tmp_path):
+def test_memory_does_not_grow_under_mixed_load(tmp_path):
     watched, rows = tmp_path / "arrays", list[Row]()
-    flags = ("--prefill-chunk", 16, "--prefix-cache-bytes", 400_000)  # full after some hundred prompts
+    flags = ("--prefill-chunk", 16, "--prefix-cache-bytes", 400_000)  # full after a few hundred prompts
     with served(CHAT, *flags, watched=watched) as (process, server), concurrent.futures.ThreadPoolExecutor(16) as pool:
         load, begun = Load(server, pool), time.monotonic()
         for row in range(ROWS + 1):
@@ -171,4 +172,4 @@ def test_hours_of_everything_leave_nothing_behind(tmp_path):
     assert min(load.found[kind] for kind in ("chat", "left early", "left late", "refused", "formed")) > 0
     assert last.memory < warm.memory + MOST
     assert last.arrays <= warm.arrays
-    assert last.nbytes <= warm.nbytes + 20_000  # entries of the prefix cache, which is full, have different sizes
+    assert last.nbytes <= warm.nbytes + 20_000  # entries of the full prefix cache differ in size

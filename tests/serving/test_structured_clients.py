@@ -1,4 +1,4 @@
-"""Structured answers that are requested with LangChain, instructor, Pydantic AI and OpenAI's client."""
+"""Structured output that is requested with LangChain, instructor, Pydantic AI and OpenAI's client."""
 
 import json
 import os

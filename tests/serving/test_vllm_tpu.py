@@ -1,7 +1,4 @@
-"""Models in vLLM on TPU: what its backend asks of a model, by modules with its names and signatures, and plain kernels.
-
-The engine's part is done as it does it: an abstract module, then its weights, then steps under jit over its leaves.
-"""
+"""Models in vLLM on TPU, with stubs of its modules (same names and signatures) and plain attention kernels."""
 
 import dataclasses
 import functools
@@ -37,7 +34,7 @@ PACKAGE = "tpu_inference"
 )
 @dataclasses.dataclass
 class AttentionMetadata:
-    """Tokens of all sequences side by side, padded: where each sequence begins, and the pages of all, end to end."""
+    """Concatenated, padded tokens of all sequences: the start of each sequence, and the concatenated pages."""
 
     input_positions: jax.Array
     block_tables: jax.Array
@@ -48,14 +45,14 @@ class AttentionMetadata:
 
 
 def places_of(count, md):
-    """Of each token its sequence, its position there, and whether it is one."""
+    """Return, for each token, its sequence, its position in it, and whether it is real."""
     tokens, begins = jnp.arange(count), md.query_start_loc
     row = jnp.clip(jnp.searchsorted(begins[1:], tokens, side="right"), 0, ROWS - 1)
     return row, md.seq_lens[row] - begins[row + 1] + tokens, tokens < begins[md.request_distribution[-1]]
 
 
 def softmax_over(scores, seen, sinks):
-    """Weights of [heads, tokens, slots]; a sink takes its share."""
+    """Return attention weights of shape [heads, tokens, slots]; a sink takes part in the normalization."""
     scores = jnp.where(seen, scores, -1e30)
     if sinks is not None:
         extra = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
@@ -64,7 +61,10 @@ def softmax_over(scores, seen, sinks):
 
 
 def over_pages(flat, pages, place, row, position, real, new, md):
-    """A cache `[page * slot, ...]` with new entries, and what each token's sequence has there."""
+    """Write new entries into a cache of shape `[page * slot, ...]`.
+
+    Returns it, and the slots of each token's sequence.
+    """
     flat = flat.at[jnp.where(real, place, flat.shape[0])].set(new.astype(flat.dtype), mode="drop")
     slots = (pages[:, :, None] * PAGE + jnp.arange(PAGE)[None, None]).reshape(ROWS, -1)[row]
     ahead = position[:, None] - jnp.arange(slots.shape[1])[None]
@@ -90,7 +90,7 @@ def attention(
     shared_attention_metadata=None,
     attn_logits_soft_cap=None,
 ):
-    """Pages of `[slots, keys and values of heads in turn, 1, features padded to 128]`, by no kernel."""
+    """Attention over pages of shape `[slots, interleaved keys and values of heads, 1, features padded to 128]`."""
     assert kv_cache.shape[1:] == (PAGE, 2 * k.shape[1], 1, 128) and mesh.axis_names == ("data", "model")
 
     def local(q, k, v, cache):
@@ -136,7 +136,7 @@ def mla_attention(
     v_scale=None,
     sm_scale: Any = None,
 ):
-    """Pages of `[slots, 1, latent padded to 128 | rotary padded to 128]`."""
+    """Attention over pages of shape `[slots, 1, latent padded to 128 | rotary padded to 128]`."""
     row, position, real = places_of(len(k_SA), md)
     pages = md.block_tables.reshape(ROWS, -1)
     place = pages[row, position // PAGE] * PAGE + position % PAGE
@@ -151,7 +151,7 @@ def mla_attention(
 
 
 def stub_modules():
-    """The modules of tpu-inference that are imported, and the names that were registered."""
+    """Return stubs of the modules of tpu-inference that are imported, and the registered names."""
     registered = {}
     contents = {
         "models.common.model_loader": dict(register_model=registered.__setitem__),
@@ -171,7 +171,7 @@ def stub_modules():
 
 @pytest.fixture
 def package(monkeypatch):
-    """tpu-inference as far as it is asked for; gives what was registered."""
+    """Install the stubs of tpu-inference. Returns the registered models."""
     pytest.importorskip("flax")
     found, registered = stub_modules()
     for name, module in found.items():
@@ -180,7 +180,7 @@ def package(monkeypatch):
 
 
 def vllm_config(fixture, **settings):
-    """What is read of vLLM's settings."""
+    """Return the settings of vLLM that are read."""
     model = dict(model=str(FIXTURES / fixture), revision=None, dtype=jnp.dtype("float32"), use_mla=False)
     model |= {key: settings.pop(key) for key in tuple(settings) if key in model}
     loading = types.SimpleNamespace(load_format=settings.pop("load_format", "auto"))
@@ -192,7 +192,7 @@ def one_mesh(data=1, model=1):
 
 
 def loaded(config, mesh):
-    """`get_flax_model`: how a step and logits are computed, and the arrays that both take first."""
+    """Return the functions of `get_flax_model` for a step and for logits, and the arrays that both take first."""
     from flax import nnx
 
     with jax.set_mesh(mesh):
@@ -221,10 +221,10 @@ def caches_for(model, use_mla, dtype=jnp.float32):
     return [jnp.zeros((PAGES, PAGE, 2 * mixer.num_kv_heads, 1, 128), dtype) for mixer in own]
 
 
-def play(fixture, sequences, cuts, *, caches=None, places=None, mesh=None, **settings):
-    """Logits of whole sequences, computed side by side and piece by piece in calls of one shape.
+def run_in_pieces(fixture, sequences, cuts, *, caches=None, places=None, mesh=None, **settings):
+    """Return the logits of sequences that are computed together, in pieces, in calls of one shape.
 
-    With `places` each layer's cache has a number, and pages of its own in it.
+    With `places`, each layer has its own numbered cache with separate pages.
     """
     mesh = one_mesh() if mesh is None else mesh
     step, logits_of, leaves = loaded(vllm_config(fixture, **settings), mesh)
@@ -262,7 +262,7 @@ def play(fixture, sequences, cuts, *, caches=None, places=None, mesh=None, **set
     return [np.concatenate(each) for each in found]
 
 
-def texts(fixture, lengths=(13, 7)):
+def random_texts(fixture, lengths=(13, 7)):
     vocab = ed.abstract_hf(FIXTURES / fixture).config.vocab_size
     generator = np.random.default_rng(1)
     return [generator.integers(3, vocab, length) for length in lengths]
@@ -292,43 +292,45 @@ FIXTURES_OF_SEQUENCES = [
 
 @pytest.mark.slow(fast=("llama_rope",))
 @pytest.mark.parametrize("fixture", FIXTURES_OF_SEQUENCES)
-def test_pieces_of_several_sequences_have_the_logits_of_each_alone(package, fixture):
-    sequences = texts(fixture)
-    check_same(fixture, play(fixture, sequences, CUTS), sequences)
+def test_logits_of_batched_pieces_equal_separate_sequences(package, fixture):
+    sequences = random_texts(fixture)
+    check_same(fixture, run_in_pieces(fixture, sequences, CUTS), sequences)
 
 
 @pytest.mark.slow
-def test_latents_go_to_the_attention_for_latents(package):
-    sequences = texts("deepseek2_groups")
-    check_same("deepseek2_groups", play("deepseek2_groups", sequences, CUTS, use_mla=True), sequences)
+def test_latent_layers_use_the_mla_kernel(package):
+    sequences = random_texts("deepseek2_groups")
+    check_same("deepseek2_groups", run_in_pieces("deepseek2_groups", sequences, CUTS, use_mla=True), sequences)
 
 
 @pytest.mark.slow
-def test_layers_that_share_a_cache_have_pages_of_their_own_in_it(package):
-    model, sequences = ed.abstract_hf(FIXTURES / "llama_rope"), texts("llama_rope")
+def test_layers_that_share_a_cache_use_separate_pages(package):
+    model, sequences = ed.abstract_hf(FIXTURES / "llama_rope"), random_texts("llama_rope")
     one = caches_for(model, False)[:1]
-    found = play("llama_rope", sequences, CUTS, caches=one, places={"layer.0": 0, "layer.1": 0})
+    found = run_in_pieces("llama_rope", sequences, CUTS, caches=one, places={"layer.0": 0, "layer.1": 0})
     check_same("llama_rope", found, sequences)
 
 
 @pytest.mark.slow
-def test_keys_and_values_in_8_bits_are_near(package):
-    model, sequences = ed.abstract_hf(FIXTURES / "llama_rope"), texts("llama_rope")
+def test_8_bit_caches_are_close_to_exact(package):
+    model, sequences = ed.abstract_hf(FIXTURES / "llama_rope"), random_texts("llama_rope")
     caches = caches_for(model, False, jnp.float8_e4m3fn)
-    found, exact = (np.concatenate(play("llama_rope", sequences, CUTS, caches=each)) for each in (caches, None))
+    found, exact = (
+        np.concatenate(run_in_pieces("llama_rope", sequences, CUTS, caches=each)) for each in (caches, None)
+    )
     assert 0 < np.abs(found - exact).mean() < 0.15 * np.abs(exact).mean()
 
 
 @pytest.mark.slow
-def test_random_weights_need_no_files(package):
-    logits = play("llama_rope", texts("llama_rope"), CUTS, load_format="dummy")
+def test_random_weights_are_initialized_without_files(package):
+    logits = run_in_pieces("llama_rope", random_texts("llama_rope"), CUTS, load_format="dummy")
     assert all(np.isfinite(each).all() for each in logits)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fixture", ["llama_rope", "qwen3_moe_mixed"])
-def test_a_mesh_splits_tokens_and_heads(fixture):
-    """In a process of its own, where there are four devices."""
+def test_mesh_shards_tokens_and_heads(fixture):
+    """In a separate process with four devices."""
     pytest.importorskip("flax")
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     code = f"import tests.serving.test_vllm_tpu as t; t.on_four_devices({fixture!r})"
@@ -338,11 +340,11 @@ def test_a_mesh_splits_tokens_and_heads(fixture):
 
 def on_four_devices(fixture):
     sys.modules.update(stub_modules()[0])
-    sequences = texts(fixture)
+    sequences = random_texts(fixture)
     mesh = one_mesh(2, 2)
     weights = loaded(vllm_config(fixture), mesh)[2]
     assert any(leaf.addressable_shards[0].data.size * 2 == leaf.size for leaf in weights)
-    check_same(fixture, play(fixture, sequences, CUTS, mesh=mesh), sequences)
+    check_same(fixture, run_in_pieces(fixture, sequences, CUTS, mesh=mesh), sequences)
 
 
 def test_registers_each_name_once_and_refuses_reserved_names(package):
@@ -399,7 +401,7 @@ def test_models_of_the_listed_architectures_run(package):
     assert {name for name, found in runs.items() if True in found} == listed
 
 
-def test_axes_of_a_mesh_that_split_otherwise_are_refused():
+def test_unsupported_mesh_axes_are_refused():
     names = ("data", "attn_dp", "model")
     layout = engine_layout(Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1), names))
     assert layout.sizes == {"data": 1, "tensor": 1}
@@ -407,7 +409,7 @@ def test_axes_of_a_mesh_that_split_otherwise_are_refused():
         engine_layout(Mesh(np.asarray([jax.devices()[0]] * 2).reshape(1, 2, 1), names))
 
 
-def test_missing_packages_are_named(monkeypatch):
+def test_error_names_missing_packages(monkeypatch):
     adapter.cache_clear()
     monkeypatch.setitem(sys.modules, "flax", None)
     monkeypatch.setitem(sys.modules, "flax.nnx", None)

@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket (of a server on this machine) are saved, kept and restored as on a disk."""
+"""Checkpoints in a bucket of a local server are saved, retained and restored as on a disk."""
 
 import random
 import signal
@@ -30,7 +30,7 @@ def names(directory):
 
 
 @pytest.mark.slow
-def test_save_keep_and_restore(directory):
+def test_save_retention_and_restore(directory):
     with Checkpoints(directory, max_checkpoints=2) as checkpoints:
         assert checkpoints.steps == ()
         with refused(CheckpointError, "gs://bucket"):
@@ -46,7 +46,7 @@ def test_save_keep_and_restore(directory):
 
 
 @pytest.mark.slow
-def test_a_damaged_step_is_set_aside_and_saved_again(directory):
+def test_damaged_step_is_set_aside_and_saved_again(directory):
     with Checkpoints(directory) as checkpoints:
         for step in (10, 20):
             checkpoints.save(step, make_state(step), data_state={}, config={})
@@ -81,7 +81,7 @@ def test_changes_by_other_processes_are_seen(directory):
     assert reader.steps == ()
 
 
-def test_a_missing_bucket_is_refused_before_anything_is_lost():
+def test_missing_bucket_is_refused():
     bucket()
     with refused(CheckpointError, "directory=gs://nobody/run"):
         Checkpoints("gs://nobody/run").save(1, make_state(), data_state={}, config={})

@@ -1,4 +1,4 @@
-"""Checkpoints are restored bit by bit as they were saved, or an error names the arrays that differ."""
+"""Checkpoints are restored bit by bit, or an error names the arrays that differ."""
 
 import contextlib
 import functools
@@ -33,7 +33,7 @@ from tests.errors import assert_names, refused
 from tests.programs import no_renames
 
 
-# Where Orbax fails it leaves unfinished tasks behind.
+# After an error, Orbax leaves unfinished tasks.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
@@ -83,13 +83,13 @@ def abstract(tree):
 
 @pytest.fixture(scope="module", params=["renamed", "in place"])
 def mode(request):
-    """Complete steps are renamed, or written in place where nothing can be renamed, as in a bucket."""
+    """Rename complete steps, or write in place if renaming is not supported, as in a bucket."""
     return request.param
 
 
 @pytest.fixture(autouse=True)
 def writing(request):
-    """Steps are written in the `mode` of the test."""
+    """Write steps in the `mode` of the test."""
     in_place = "mode" in request.fixturenames and request.getfixturevalue("mode") == "in place"
     with no_renames() if in_place else contextlib.nullcontext():
         yield
@@ -97,7 +97,7 @@ def writing(request):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, mode):
-    """A directory with steps 10 and 20, never changed: tests copy it."""
+    """Return a directory with steps 10 and 20, which tests copy and do not change."""
     directory = tmp_path_factory.mktemp("saved")
     with no_renames() if mode == "in place" else contextlib.nullcontext(), Checkpoints(directory) as checkpoints:
         for step in (10, 20):
@@ -154,7 +154,7 @@ def test_donation_right_after_an_asynchronous_save(tmp_path):
         return [jax.device_put(jnp.arange(1 << 18, dtype=jnp.float32), s) for s in shardings]
 
     want = arrays(make())
-    jax.block_until_ready([overwrite(x) for x in make()])  # compiled beforehand: it must overtake the writing
+    jax.block_until_ready([overwrite(x) for x in make()])  # compiled before, because it must run during the write
     with Checkpoints(tmp_path, max_checkpoints=9) as checkpoints:
         for step in range(3):
             tree = make()
@@ -211,7 +211,7 @@ def test_uncommitted_leaves_stay_uncommitted(saved):
 
 def test_all_differences_are_listed_before_arrays_are_loaded(saved, copied):
     for file in copied.rglob("d/*"):
-        file.unlink()  # loading would fail now
+        file.unlink()  # loading would raise an error
     template = make_state(shape=(64, 5), bias=False)
     template = eqx.tree_at(lambda s: (s.step, s.model.act), template, (jnp.float32(0), jnp.ones(2)))
     with refused(CheckpointError, copied / "20", "8 differences") as caught:
@@ -225,7 +225,7 @@ def test_all_differences_are_listed_before_arrays_are_loaded(saved, copied):
     assert Checkpoints(copied).steps == (10, 20), "a mismatch is not damage"
 
 
-def test_fingerprint_notices_any_bit_and_any_swap(getkey):
+def test_fingerprint_detects_changed_bits_and_swapped_values(getkey):
     rng = np.random.default_rng(0)
     for dtype in (np.float32, np.uint8, np.int16, jnp.bfloat16):
         value = rng.integers(0, 255, 4 * 6 * 8, dtype=np.uint8).view(dtype).reshape(4, -1)
@@ -269,7 +269,7 @@ def data_file(step: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trials", [6, 200])
-def test_flipped_bits_are_found_or_harmless(saved, tmp_path, mode, trials):
+def test_flipped_bits_are_detected_or_harmless(saved, tmp_path, mode, trials):
     """`restore` falls back to the step before; `load_weights` of that step raises."""
     pick, template, by_fingerprint, by_digest = random.Random(0), make_state(), 0, 0
     state = arrays(make_state(20))
@@ -330,7 +330,7 @@ def test_a_truncated_newest_step_falls_back_and_training_resumes(copied, mode, c
 
 @pytest.mark.slow(fast=("renamed",))
 def test_arrays_and_manifest_are_read_again_before_a_step_is_set_aside(copied, monkeypatch):
-    """A network or a memory may flip a bit now and then."""
+    """Network and memory errors may be transient."""
     read, flips = reading.ocp.load_checkpointables, ["manifest", "arrays"]
 
     def unsteady(path, items):
@@ -368,17 +368,17 @@ def test_without_renames_only_committed_steps_are_deleted(tmp_path):
         (tmp_path / "2" / COMMITTED).unlink()
         with refused(CheckpointError, tmp_path / "2", COMMITTED):
             _ = checkpoints.latest
-        (tmp_path / f"2{TEMPORARY}").touch()  # of the process that is writing or deleting it
+        (tmp_path / f"2{TEMPORARY}").touch()  # of the process that writes or deletes the step
         assert checkpoints.steps == ()
 
 
 @pytest.mark.parametrize("place", ["s3://bucket/run", "gs:/bucket/run", "gs://", "gs://bucket", "gs://bucket/run[1]"])
-def test_malformed_places_are_refused(place):
+def test_malformed_locations_are_refused(place):
     with refused(CheckpointError, f"directory='{place}'", "gs://bucket/path"):
         Checkpoints(place)
 
 
-def test_a_step_that_was_set_aside_is_kept_although_its_save_was_killed(tmp_path):
+def test_step_that_was_set_aside_survives_a_killed_save(tmp_path):
     with no_renames():
         with Checkpoints(tmp_path) as checkpoints:
             for step in (1, 2):
@@ -392,13 +392,13 @@ def test_a_step_that_was_set_aside_is_kept_although_its_save_was_killed(tmp_path
         assert (tmp_path / "2" / SET_ASIDE).exists() and (tmp_path / "2/arrays").exists()
 
 
-def test_a_bucket_needs_its_package(monkeypatch):
+def test_bucket_needs_its_package(monkeypatch):
     monkeypatch.setattr("etils.epath.backend.fsspec_backend.fs", mock.Mock(side_effect=ImportError("gcsfs")))
     with refused(MissingPackage, "'gcsfs'", "[gcs]"):
         Checkpoints("gs://bucket/run")
 
 
-def test_all_steps_damaged_is_an_error_that_keeps_them(copied):
+def test_error_if_all_steps_are_damaged_deletes_nothing(copied):
     for step in (10, 20):
         (copied / f"{step}/manifest/data.json").unlink()
     with refused(CheckpointError, copied / "10", copied / "20", "manifest"):
@@ -406,7 +406,7 @@ def test_all_steps_damaged_is_an_error_that_keeps_them(copied):
     assert Checkpoints(copied).steps == (10, 20), "the next start must not begin from scratch"
 
 
-def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+def test_error_names_a_directory_that_cannot_be_created(tmp_path):
     (tmp_path / "file").touch()
     with refused(CheckpointError, f"directory={tmp_path}/file/run"):
         Checkpoints(tmp_path / "file/run").save(1, make_state(), data_state={}, config={})
@@ -497,7 +497,7 @@ def test_a_kill_during_a_deletion_leaves_no_partial_step(mode, tmp_path, monkeyp
 
 
 @pytest.mark.slow(fast=("renamed",))
-def test_keeps_the_last_steps_and_removes_leftovers(mode, tmp_path, monkeypatch):
+def test_retains_the_last_steps_and_removes_partial_ones(mode, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     leftover = tmp_path / "run" / (f"5{TEMPORARY}-123" if mode == "renamed" else "5")
     leftover.mkdir(parents=True)
@@ -519,7 +519,7 @@ def test_keeps_the_last_steps_and_removes_leftovers(mode, tmp_path, monkeypatch)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["3", "4"]
 
 
-def test_foreign_directories_named_by_numbers_are_no_steps(tmp_path):
+def test_foreign_directories_with_numeric_names_are_not_steps(tmp_path):
     (tmp_path / "2024").mkdir()
     (tmp_path / "2024" / "photo.png").write_text("mine")
     with Checkpoints(tmp_path, max_checkpoints=1) as checkpoints:
@@ -529,8 +529,8 @@ def test_foreign_directories_named_by_numbers_are_no_steps(tmp_path):
     assert (tmp_path / "2024" / "photo.png").read_text() == "mine"
 
 
-def test_older_steps_are_deleted_once_another_one_follows(tmp_path):
-    """Not after an error, and not for a step that is saved with `drop=False`."""
+def test_older_steps_are_deleted_after_the_next_save(tmp_path):
+    """They are not deleted after an error, or if a step is saved with `drop=False`."""
     with contextlib.suppress(KeyError), Checkpoints(tmp_path, max_checkpoints=1) as checkpoints:
         for step, kept in ((1, set()), (2, {1}), (3, {2})):
             checkpoints.save(step, {"x": jnp.ones(2)}, data_state={}, config={})
@@ -564,7 +564,7 @@ def test_trees_and_settings_that_cannot_be_saved_are_refused(tmp_path, tree, ext
         Checkpoints(tmp_path).save(1, tree, **{"data_state": {}, "config": {}, **extra})
 
 
-def test_a_failing_save_is_reported_and_the_last_step_stays(copied, monkeypatch):
+def test_failing_save_is_reported_and_keeps_the_last_step(copied, monkeypatch):
     from orbax.checkpoint import v1 as ocp
 
     class Full:
@@ -613,7 +613,7 @@ def test_reading_is_retried_before_a_step_counts_as_unreadable(copied, monkeypat
     assert Checkpoints(copied).steps == (10, 20)
 
 
-def test_lack_of_memory_is_no_damage(copied, monkeypatch):
+def test_out_of_memory_does_not_count_as_damage(copied, monkeypatch):
     from orbax.checkpoint import v1 as ocp
 
     real = ocp.load_checkpointables
@@ -682,6 +682,6 @@ def test_sigkill_while_saving_leaves_a_loadable_step(tmp_path, mode, trials):
         assert {path.name for path in tmp_path.iterdir()} == set(map(str, checkpoints.steps)), "leftovers are removed"
 
 
-def test_names_a_dotted_path_that_two_leaves_have():
+def test_error_names_a_dotted_path_of_two_leaves():
     with refused(CheckpointError, "'a.b'"):
         reading.arrays_of({"a.b": jnp.zeros(1), "a": {"b": jnp.zeros(1)}})

@@ -1,4 +1,4 @@
-"""Small models of llama.cpp's architectures, whose numbers follow from the names of their weights."""
+"""Small models of llama.cpp's architectures. The weights are computed from their names."""
 
 import zlib
 from typing import Any
@@ -32,7 +32,7 @@ FACTORS = [[1 + index / 10 for index in range(8)], [1.5 + index / 4 for index in
 LONG = dict(short_factor=FACTORS[0], long_factor=FACTORS[1], original_max_position_embeddings=384)
 ALL = dict(partial_rotary_factor=1.0)
 
-# name -> type of its matrices, model_type, what differs from BASE
+# name -> dtype of the matrices, model_type, settings that differ from BASE
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("q8_0", "llama", dict(head_dim=16, rms_norm_eps=1e-5) | LLAMA3),
     "llama_bias": ("f16", "llama", dict(attention_bias=True, mlp_bias=True) | rope("linear", factor=2.0)),
@@ -96,12 +96,12 @@ def settings(name: str) -> dict[str, Any]:
 
 
 def build(name: str) -> Decoder:
-    """The model: numbers near those of trained ones, norms near 1."""
+    """Build the model. Weights have the size of trained ones, and norms are near 1."""
     config, _ = FAMILIES[CASES[name][1]].decode(settings(name))
     shapes = abstract(config)
     leaves = {}
     for path, leaf in named_leaves(shapes).items():
-        seed = zlib.crc32(path.replace("scanned_layers", "segments").encode())  # as of the stored digests
+        seed = zlib.crc32(path.replace("scanned_layers", "segments").encode())  # as for the stored hashes
         numbers = np.random.default_rng(seed).normal(0, 0.1, leaf.shape)
         leaves[path] = jnp.asarray((numbers + (path.endswith("scale") and "norm" in path)).astype(np.float32))
     return replaced(shapes, leaves)

@@ -1,7 +1,7 @@
-"""Written GGUF files equal those of llama.cpp's converter and are read as the same model.
+"""GGUF files equal those of llama.cpp's converter, and are read as the same model.
 
 `tests/fixtures/gguf/converted.json` has a hash of all tensors, and the metadata, of the files that the converter
-(llama.cpp of llama-cpp-python 0.3.36) made of the models of `models.py`, as `save_hf` writes them.
+(llama.cpp of llama-cpp-python 0.3.36) writes for the models of `models.py`, saved by `save_hf`.
 """
 
 import hashlib
@@ -33,12 +33,13 @@ from tests.io.gguf.models import CASES, build, settings
 
 CONVERTED = json.loads((FIXTURES / "converted.json").read_text())
 KEY = jax.random.key(0)
-# Largest relative error of a matrix; in 8 bits half a step of its largest number, and what float16 does to the scale.
+# Maximum relative error of a matrix. In 8 bits: half a quantization step of its largest value, and float16 rounding of
+# the scale.
 ERROR = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127 + 2**-11}
 
 
 def digest(path) -> str:
-    """A hash of the tensors by name: types, shapes and bits, but for rotary factors, which are computed in float64."""
+    """Return a hash of names, types, shapes and bits of tensors, except RoPE factors, which are float64 results."""
     whole = hashlib.blake2b(digest_size=16)
     for tensor in sorted(gguf.GGUFReader(path).tensors, key=lambda each: each.name):
         if tensor.name in FACTORS:
@@ -50,13 +51,13 @@ def digest(path) -> str:
 
 
 def metadata(path) -> dict:
-    """The metadata of the architecture."""
+    """Return the metadata of the architecture."""
     fields = gguf.GGUFReader(path).fields
     name = fields["general.architecture"].contents()
     return {key: fields[key].contents() for key in fields if key.startswith(f"{name}.")}
 
 
-def test_every_architecture_is_tried():
+def test_every_architecture_has_a_test_model():
     assert {family for _, family, _ in CASES.values()} == {
         row.family for row in ARCHITECTURES if not row.interleaved_tensors
     }
@@ -65,7 +66,7 @@ def test_every_architecture_is_tried():
 
 @pytest.mark.slow(fast=("gpt2", "llama"))
 @pytest.mark.parametrize("name", CASES)
-def test_files_are_those_of_llama_cpp(name, tmp_path):
+def test_files_equal_those_of_llama_cpp(name, tmp_path):
     kind, family, _ = CASES[name]
     model, file = build(name), tmp_path / "model.gguf"
     length = {key: value for key, value in settings(name).items() if key == "max_position_embeddings"}
@@ -75,7 +76,7 @@ def test_files_are_those_of_llama_cpp(name, tmp_path):
     for key in ours.keys() & theirs.keys():
         same = ours[key] == (pytest.approx(theirs[key], rel=1e-6) if isinstance(ours[key], float) else theirs[key])
         assert same, (key, ours[key], theirs[key])
-    # theirs also have what follows from others, and usual values
+    # llama.cpp also writes derived values and default values
     follow = (
         "_length",
         "dimension_count",
@@ -87,7 +88,7 @@ def test_files_are_those_of_llama_cpp(name, tmp_path):
     )
     assert all(key.endswith(follow) for key in theirs.keys() - ours.keys()), theirs.keys() - ours.keys()
     read = ed.load_hf(file)
-    assert name == "phi3_long" or read.config == model.config  # its factors are rounded to float32
+    assert name == "phi3_long" or read.config == model.config  # factors are rounded to float32
     for path, leaf in named_leaves(read).items():
         want = np.asarray(named_leaves(model)[path])
         within = ERROR[kind] * (np.abs(want) if kind != "q8_0" else np.abs(want).max())
@@ -95,8 +96,8 @@ def test_files_are_those_of_llama_cpp(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_tokenizer_and_template_are_written_and_read_again(tmp_path):
-    """Also those of a model that comes from a GGUF file."""
+def test_tokenizer_and_template_round_trip(tmp_path):
+    """Also for a model that was loaded from a GGUF file."""
     tokenizer = train_bpe(["a tale of two cities, twice told"] * 3, 300)
     model = ed.init(_small(tokenizer.vocab_size), key=KEY)
     folder = tmp_path / "folder"
@@ -129,7 +130,7 @@ def test_the_command_writes_a_file(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_pieces_of_sentencepiece_are_written(tmp_path):
+def test_sentencepiece_pieces_are_written(tmp_path):
     sentencepiece = pytest.importorskip("sentencepiece")
     texts, folder = tmp_path / "texts", tmp_path / "folder"
     texts.write_text("the quick brown fox jumps over the lazy dog\nwhose naps are deep\n" * 20)
@@ -145,7 +146,7 @@ def test_pieces_of_sentencepiece_are_written(tmp_path):
 
 
 @pytest.mark.slow
-def test_models_and_files_that_cannot_be_written_are_refused(tmp_path):
+def test_unsupported_models_and_paths_are_refused(tmp_path):
     plain = ed.init(_small(), key=KEY)
     big = eqx.tree_at(lambda model: model.embedding.table, plain, plain.embedding.table + 1e6)
     existing, missing = tmp_path / "y.gguf", tmp_path / "none" / "y.gguf"
@@ -161,8 +162,8 @@ def test_models_and_files_that_cannot_be_written_are_refused(tmp_path):
         assert not list(tmp_path.glob("*x.gguf*"))
 
 
-def test_settings_that_the_architecture_does_not_have_are_refused(tmp_path):
-    """In llama.cpp they follow from the architecture; the models here differ in one setting."""
+def test_settings_that_the_architecture_lacks_are_refused(tmp_path):
+    """llama.cpp derives these settings from the architecture. Each model here differs in one of them."""
     for name, change, named in (
         ("qwen3", {"attention_bias": True}, "mixer.qkv_bias=True"),
         ("gemma2", {"query_pre_attn_scalar": 11}, "mixer.query_scale=0.3015"),
@@ -208,8 +209,8 @@ def test_all_ids_of_eos_are_written(names, ends, ids, tmp_path):
         tokenizer_metadata(tmp_path, {"eos_token_id": [*ends, 7, 8]}, first + 8)
 
 
-def test_the_end_of_a_message_within_a_turn_does_not_stop():
-    """As in llama.cpp; without Harmony's tokens the end of a turn stops."""
+def test_end_of_a_harmony_message_is_not_an_eos_id():
+    """As in llama.cpp. Without the tokens of Harmony, the end-of-turn token stops."""
     words = {KEYS + "tokens": ["a", *HARMONY], KEYS + "token_type": [1, 3, 3, 3, 3], KEYS + "eos_token_id": 1}
     assert stop_ids(words) == [1, 3] == stop_ids(words | {KEYS + "eot_token_id": 2})
     words[KEYS + "tokens"] = ["a", "<|im_start|>", "<|end|>", "<|im_end|>", "b"]
@@ -280,8 +281,8 @@ def test_special_tokens_of_sentencepiece_strip_blanks_with_phi_3():
 
 
 @pytest.mark.slow
-def test_a_tokenizer_without_merges_is_written(tmp_path):
-    """The empty list, which has no type in GGUF, is left out."""
+def test_tokenizer_without_merges_is_written(tmp_path):
+    """GGUF has no type for an empty list, so the merges are omitted."""
     inner = Tokenizer.from_str(train_bpe(["ab"], 257).to_json())
     content = json.loads(inner.to_str())
     content["model"]["merges"] = []

@@ -62,7 +62,7 @@ def test_blocks_equal_those_of_the_package_gguf(kind, tmp_path):
         assert_allclose(ScaledTensor.read(tensor, cut), want[cut], rtol=0, atol=0 if exact else 1e-6)
 
 
-def test_a_quantization_group_with_scale_zero_is_its_minimum(tmp_path):
+def test_quantization_group_with_scale_zero_equals_its_minimum(tmp_path):
     rows = np.zeros((2, 20), np.uint8)
     rows[:, 2:4] = np.array([0.75], np.float16).view(np.uint8)
     rows[:, 4:] = 0x5A
@@ -83,7 +83,7 @@ def test_weights_stay_quantized(kind, tmp_path):
     assert len(kept) == 7 and {weight.block[0] for weight in kept.values()} == {BLOCKS[kind].group}
     ids = np.arange(VOCAB)[None]
     assert_allclose(narrow(ids).logits, wide(ids).logits, rtol=1e-6, atol=1e-4)
-    if kind == "Q4_1":  # no format of Hugging Face has zero points between whole numbers
+    if kind == "Q4_1":  # formats of Hugging Face have no fractional zero points
         with refused(ed.ConversionError, "mixer.query", "compressed-tensors", "zero points", "dequantize"):
             ed.save_hf(narrow, tmp_path / "out")
 
@@ -162,7 +162,7 @@ def test_sentencepiece_ids_equal_those_of_the_original_file(tmp_path):
     assert ours.encode_prompt("the dog").tolist() == [1, *model.encode("the dog")]
 
 
-def test_a_model_may_be_split_into_several_files(tmp_path):
+def test_model_of_several_files(tmp_path):
     tensors = list(tiny_tensors().items())
     whole = tiny(tmp_path / "x.gguf")
     names = [tmp_path / f"y-{number:05d}-of-00002.gguf" for number in (1, 2)]
@@ -179,7 +179,7 @@ def test_a_model_may_be_split_into_several_files(tmp_path):
         read_gguf(names[1])
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refused files ---------------------------------------------------------------------------------------------------
 
 
 def header(*parts: bytes | int | str, count: int = 0, keys: int = 0, version: int = 3) -> bytes:
@@ -195,14 +195,14 @@ def header(*parts: bytes | int | str, count: int = 0, keys: int = 0, version: in
 LONG = struct.pack("<Q", 2**62)
 
 
-def place(offset: int, *sizes: int, kind: int = 0) -> bytes:
+def tensor_info(offset: int, *sizes: int, kind: int = 0) -> bytes:
     """Return the description of a tensor, which follows its name."""
     shape = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
     return shape + struct.pack("<IQ", kind, offset)
 
 
 HUGE = f"{2**62:,}"
-TWICE = header("odd", place(0, 1), "odd", place(32, 1), count=2).ljust(256, b"\0")
+TWICE = header("odd", tensor_info(0, 1), "odd", tensor_info(32, 1), count=2).ljust(256, b"\0")
 
 
 @pytest.mark.parametrize(
@@ -225,13 +225,21 @@ TWICE = header("odd", place(0, 1), "odd", place(32, 1), count=2).ljust(256, b"\0
         pytest.param(header("a", 4, 1, "a", 4, 1, keys=2), ["'a'"], id="equal keys"),
         pytest.param(header(struct.pack("<Q", 1) + b"\xff", 4, 1, keys=1), ["UTF-8", "0xff"], id="no UTF-8"),
         pytest.param(header("general.alignment", 4, 3, keys=1), ["general.alignment=3"], id="alignment"),
-        pytest.param(header("odd", place(0, 2**40), count=1), ["odd", "4,398,046,511,168"], id="end"),
-        pytest.param(header("odd", place(0, 2**30, 2**31), count=1), ["odd", f"({2**31}, {2**30})"], id="huge tensor"),
-        pytest.param(header("odd", place(0, 0), count=1), ["odd", "(0,)"], id="empty tensor"),
-        pytest.param(header("odd", place(7, 1), count=1), ["odd", "7", "0"], id="offset"),
-        pytest.param(header("odd", place(0, 5, kind=8), count=1), ["odd", "5", "Q8_0", "32"], id="part of a block"),
+        pytest.param(header("odd", tensor_info(0, 2**40), count=1), ["odd", "4,398,046,511,168"], id="end"),
         pytest.param(
-            header("odd", place(0, 1, kind=999), count=1), ["x.gguf", "'odd'", "type 999"], id="type of a tensor"
+            header("odd", tensor_info(0, 2**30, 2**31), count=1),
+            ["odd", f"({2**31}, {2**30})"],
+            id="huge tensor",
+        ),
+        pytest.param(header("odd", tensor_info(0, 0), count=1), ["odd", "(0,)"], id="empty tensor"),
+        pytest.param(header("odd", tensor_info(7, 1), count=1), ["odd", "7", "0"], id="offset"),
+        pytest.param(
+            header("odd", tensor_info(0, 5, kind=8), count=1), ["odd", "5", "Q8_0", "32"], id="part of a block"
+        ),
+        pytest.param(
+            header("odd", tensor_info(0, 1, kind=999), count=1),
+            ["x.gguf", "'odd'", "type 999"],
+            id="type of a tensor",
         ),
         pytest.param(header("odd", struct.pack("<I", 9), count=1), ["odd", "9 dimensions"], id="dimensions"),
         pytest.param(TWICE, ["'odd'"], id="equal tensors"),
@@ -245,7 +253,7 @@ def test_malformed_headers_are_refused(content, named, tmp_path):
         ed.load_hf(file)
 
 
-def test_a_file_cut_anywhere_is_refused(tmp_path):
+def test_truncated_files_are_refused(tmp_path):
     whole, file = (FIXTURES / "llama.gguf").read_bytes(), tmp_path / "x.gguf"
     for length in itertools.chain(range(0, 4000, 97), (len(whole) // 2, len(whole) - 1)):
         file.write_bytes(whole[:length])
@@ -311,7 +319,7 @@ def test_unexpected_tensors_are_refused(name, tensor, named, tmp_path):
 
 
 @pytest.mark.parametrize(("pattern", "written"), [("abc", "abc"), (float("nan"), "NaN"), (0, "0")])
-def test_the_pattern_of_masks_must_be_a_positive_integer(pattern, written):
+def test_sliding_window_pattern_must_be_a_positive_integer(pattern, written):
     found = FileMetadata(Fields({PATTERN: pattern}, "x"), (), {})
     with refused(ed.ConversionError, f"sliding_window_pattern={written}"):
         read_masks(found, {"num_hidden_layers": 2}, 2)
@@ -395,7 +403,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
         ed.load_hf(FIXTURES / "llama.gguf")
 
 
-def test_a_directory_may_be_called_gguf(tmp_path):
+def test_directory_name_may_end_with_gguf(tmp_path):
     folder = Path(tmp_path, "x.gguf")
     folder.mkdir()
     with refused(ed.ConversionError, folder / "config.json"):

@@ -1,4 +1,4 @@
-"""Sampling as published with a model: the user's settings come first, then the file's, then our defaults."""
+"""Published sampling settings: arguments take precedence over the file, and the file over our defaults."""
 
 import json
 from pathlib import Path
@@ -106,8 +106,8 @@ def test_a_link_out_of_the_directory_is_refused(tmp_path):
         (dict(temperature=0.3, top_k=50), (None, 0.3, None, None)),
     ],
 )
-def test_settings_of_config_json_count_without_a_generation_config(tmp_path, content, expected):
-    """As in transformers. The defaults that transformers 4 writes into every config.json are ignored."""
+def test_config_json_is_used_without_a_generation_config(tmp_path, content, expected):
+    """As in transformers. Default values that transformers 4 writes into every config.json are ignored."""
     (tmp_path / "config.json").write_text(json.dumps(content))
     found = read_generation_config(tmp_path)
     assert (found.do_sample, found.temperature, found.top_k, found.top_p) == expected

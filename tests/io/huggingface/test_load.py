@@ -1,4 +1,4 @@
-"""Checkpoints of transformers give its logits and tokens and are written back bit by bit."""
+"""Checkpoints of transformers: equal logits and tokens, and bit-equal export."""
 
 import dataclasses
 import fnmatch
@@ -30,8 +30,8 @@ from tests.errors import refused
 
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/expected.npz") if (path.parent / "config.json").exists())
-TOLERANCE = 1e-4  # float32 against float32; the logits are of size 1 to 30
-ROUGH = {"qwen3_next": 4e-4}  # where rounding grows: 8.8e-5 on processors with AVX-512, 1.6e-4 on others
+TOLERANCE = 1e-4  # both in float32; logits are between 1 and 30
+ROUGH = {"qwen3_next": 4e-4}  # larger rounding errors: 8.8e-5 on processors with AVX-512, 1.6e-4 on others
 
 
 def tensors_of(directory) -> dict[str, np.ndarray]:
@@ -50,7 +50,7 @@ def copy_of(name, folder) -> pathlib.Path:
 
 
 def rewritten(directory, change) -> pathlib.Path:
-    """The directory with its tensors changed by `change(tensors)`, in one file."""
+    """Change the tensors of a directory by `change(tensors)` and write them into one file."""
     found = tensors_of(directory)
     for file in directory.glob("*.safetensors*"):
         file.unlink()
@@ -58,7 +58,7 @@ def rewritten(directory, change) -> pathlib.Path:
     return directory
 
 
-# Checkpoints of `make test`: attention and its windows, experts, latents, recurrences, learned positions, fused tensors
+# Checkpoints of the fast tests: attention with windows, experts, latents, recurrences, learned positions, fused tensors
 FAST = (
     "chat_llama", "deepseek3_fp8", "gemma3_pattern", "gpt2", "gpt_oss_yarn", "kimi_linear", "llama4_mixed", "mamba",
     "phi3_long",
@@ -73,7 +73,7 @@ def loaded(request):
 
 def test_every_family_has_a_checkpoint():
     found = {json.loads((FIXTURES / name / "config.json").read_text())["model_type"] for name in NAMES}
-    without = {"mimo"}  # which transformers has not: tests/families/test_mtp_checkpoints.py
+    without = {"mimo"}  # transformers has no MiMo: see tests/families/test_mtp_checkpoints.py
     assert found | without >= {kind for kind, family in FAMILIES.items() if family.text is None}
 
 
@@ -83,7 +83,7 @@ def logits_of(model, ids):
 
 
 @pytest.mark.slow(fast=FAST)
-def test_logits_are_those_of_transformers(loaded):
+def test_logits_match_transformers(loaded):
     directory, model, expected = loaded
     logits = logits_of(dataclasses.replace(model, origin=None), expected["input_ids"])
     assert np.max(np.abs(np.asarray(logits) - expected["logits"])) <= ROUGH.get(directory.name, TOLERANCE)
@@ -102,26 +102,26 @@ def test_a_missing_tokenizer_is_refused_before_anything_is_written(tmp_path):
 
 @pytest.mark.slow(fast=("gpt2",))
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_tokens_are_those_of_transformers(name):
+def test_greedy_tokens_match_transformers(name):
     model, expected = ed.load_hf(FIXTURES / name), np.load(FIXTURES / name / "expected.npz")
     wanted = expected["generated_ids"]
-    options = dict(max_new_tokens=wanted.shape[1], sampler=ed.Greedy(), stop_ids=())  # also beyond what ends a text
+    options = dict(max_new_tokens=wanted.shape[1], sampler=ed.Greedy(), stop_ids=())  # continues after stop tokens
     ids = ed.generate(model, expected["prompt_ids"], **options)
     assert np.array_equal(ids, wanted)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_old_spelling_means_the_same(name, tmp_path):
+def test_legacy_config_gives_the_same_configuration(name, tmp_path):
     directory = FIXTURES / name
     shutil.copy(directory / "config_legacy.json", tmp_path / "config.json")
-    # with the weights beside it: they tell whether the layers of multi-token prediction are there
+    # the tensors show whether the file has layers of multi-token prediction
     for file in directory.glob("*.safetensors"):
         shutil.copy(file, tmp_path)
     assert read_config(tmp_path)[0] == read_config(directory)[0]
 
 
 @pytest.mark.slow(fast=FAST)
-def test_export_is_what_was_imported(loaded, tmp_path):
+def test_export_equals_the_imported_files(loaded, tmp_path):
     directory, model, _ = loaded
     if "quantization_config" in json.loads((directory / "config.json").read_text()):
         pytest.skip("exports are not quantised: tests/io/huggingface/quantized/test_directories.py")
@@ -132,17 +132,18 @@ def test_export_is_what_was_imported(loaded, tmp_path):
     assert same_tensors(tensors_of(tmp_path / "new"), original)
     files = [load_file(file) for file in sorted((tmp_path / "new").glob("*.safetensors"))]
     sizes = [sum(tensor.nbytes for tensor in file.values()) for file in files]
-    assert len(sizes) > 1 and all(one + two > 20_000 for one, two in itertools.pairwise(sizes))  # as few as hold all
+    # the minimum number of files
+    assert len(sizes) > 1 and all(one + two > 20_000 for one, two in itertools.pairwise(sizes))
     assert stored_tensors(Directory(tmp_path / "new")).keys() == original.keys()
     assert read_config(tmp_path / "new")[0] == model.config
     before, after = (json.loads((path / "config.json").read_text()) for path in (directory, tmp_path / "new"))
-    # in several ways with the same meaning; transformers does not count what it leaves out
+    # keys with several equivalent values; transformers does not count MTP layers, which it does not load
     spelled = {"rope_parameters", "decoder_sparse_step", "mlp_only_layers", "num_nextn_predict_layers", "expand"}
-    spelled |= {"attn_config", "ffn_config"}  # which repeat settings of the whole
+    spelled |= {"attn_config", "ffn_config"}  # nested objects that repeat keys of the top level
     both = [key for key in before if key in after and key not in spelled]
     assert {key: after[key] for key in both} == {key: before[key] for key in both}
     off = {"use_bidirectional_attention", "add_cross_attention", "is_decoder", "full_attn_idxs"}
-    # an MLP's width where no layer has one, and how a width that is written was found
+    # widths of MLPs that no layer has, and keys from which other keys were derived
     derived = {"intermediate_size", "head_dim", "qk_head_dim", "num_local_experts"}
     derived |= {"block_multiple_of", "block_ffn_dim_multiplier", "_sliding_window_pattern", "sliding_window_pattern"}
     assert set(before) - set(after) <= off | derived
@@ -164,8 +165,8 @@ def test_weights_are_loaded_sharded(sizes):
     assert jax.tree.map(lambda leaf: leaf.sharding, model) == layout.shardings(model)
 
 
-def test_a_part_of_a_head_can_be_read(tmp_path):
-    """A table that splits what stands behind another word of the same dimension."""
+def test_head_dimension_can_be_sharded(tmp_path):
+    """A layout may shard `head_dim` instead of the number of heads."""
     layout = ed.Layout.create(fsdp=2, weights={"head_dim": "fsdp"}, devices=jax.devices()[:2])
     single, model = (named_leaves(ed.load_hf(FIXTURES / "llama_rope", layout=where)) for where in (None, layout))
     assert any("fsdp" in leaf.sharding.spec for leaf in model.values())
@@ -184,7 +185,7 @@ def test_dtypes(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_an_export_may_have_another_dtype(dtype, tmp_path):
+def test_export_with_another_dtype(dtype, tmp_path):
     model = ed.load_hf(FIXTURES / "gemma_mqa", dtype=dtype)
     ed.save_hf(model, tmp_path / "new", dtype="float32")
     again, wanted = tensors_of(tmp_path / "new"), tensors_of(FIXTURES / "gemma_mqa")
@@ -212,7 +213,7 @@ def test_precision_argument_sets_params_and_compute_dtype():
 
 @pytest.mark.parametrize("name", ["llama_rope", "gpt2"])
 def test_files_of_a_base_model(name, tmp_path):
-    """Saved without a head: names lack the prefix, old GPT-2 files hold the causal mask too."""
+    """Without an output head: names lack the prefix, and old GPT-2 files contain the causal mask."""
     family = FAMILIES[json.loads((FIXTURES / name / "config.json").read_text())["model_type"]]
 
     def strip(tensors):
@@ -231,7 +232,7 @@ def test_files_of_a_base_model(name, tmp_path):
     "name", ["mixtral_window", "minimax_m2", "qwen3_moe_mixed", "deepseek2_groups", "deepseek3_groups"]
 )
 def test_experts_in_one_tensor(name, tmp_path):
-    """As transformers holds them, and writes them where it is told not to take them apart."""
+    """As in the memory of transformers, which can also save experts in this form."""
     parts = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 
     def fuse(tensors):
@@ -309,7 +310,7 @@ def test_a_missing_head_is_tied_if_transformers_4_left_out_tie_word_embeddings(t
             ed.load_hf(directory)
 
 
-def test_a_head_without_a_table(tied):
+def test_head_without_an_embedding_table(tied):
     def rename(tensors):
         tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
         return tensors
@@ -359,7 +360,7 @@ def test_all_wrong_tensors_are_listed(tmp_path):
 # --- export -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_export_is_complete(tmp_path):
+def test_export_is_complete(tmp_path):
     ed.save_hf(ed.load_hf(FIXTURES / "chat_llama"), tmp_path / "new")
     copied = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
     for name in copied:
@@ -368,7 +369,7 @@ def test_an_export_is_complete(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
-def test_a_failed_export_leaves_nothing(tmp_path, monkeypatch):
+def test_failed_export_leaves_no_files(tmp_path, monkeypatch):
     def fail(tensors, path):
         path.write_bytes(b"half")
         raise OSError("no space left")
@@ -379,7 +380,7 @@ def test_a_failed_export_leaves_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_with_files_is_not_overwritten(tmp_path):
+def test_nonempty_directory_is_not_overwritten(tmp_path):
     (tmp_path / "note").write_text("mine")
     with refused(ed.ConversionError, tmp_path):
         ed.save_hf(ed.abstract_hf(FIXTURES / "chat_llama"), tmp_path)
@@ -391,7 +392,7 @@ def small(**changes):
     return dataclasses.replace(config, **changes)
 
 
-def test_a_model_of_no_family_is_refused_with_the_difference():
+def test_error_for_a_model_of_no_family_shows_the_difference():
     config = small(logit_soft_cap=3.0)
     with refused(ed.ConversionError, "LlamaForCausalLM", "DecoderConfig.logit_soft_cap=3.0"):
         ed.save_hf(ed.abstract(config), "nowhere")
@@ -399,7 +400,7 @@ def test_a_model_of_no_family_is_refused_with_the_difference():
         ed.save_hf(ed.abstract(config), "nowhere", family="lama")
 
 
-def test_a_new_model_finds_its_family(tmp_path):
+def test_save_hf_finds_the_family_of_a_new_model(tmp_path):
     config = dataclasses.replace(ed.get_config("tiny"), vocab_size=64, dropout=0.1)
     model = ed.init(config, key=jax.random.key(0))
     ed.save_hf(model, tmp_path / "new", settings={"eos_token_id": 7, "max_position_embeddings": 512})
@@ -422,16 +423,16 @@ def test_bfloat16_is_written_as_bfloat16(tmp_path):
     assert {x.dtype for x in tensors_of(tmp_path / "new").values()} == {np.dtype(ml_dtypes.bfloat16)}
 
 
-# --- where it comes from ----------------------------------------------------------------------------------------------
+# --- downloads -------------------------------------------------------------------------------------------------------
 
 
-def test_a_repository_is_refused_offline(monkeypatch):
+def test_repository_is_refused_offline(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with refused(ed.ConversionError, "'nobody/nothing'"):
         ed.load_hf("nobody/nothing")
 
 
-def test_a_repository_is_downloaded(monkeypatch):
+def test_repository_is_downloaded(monkeypatch):
     asked = {}
 
     def download(name, **options):
@@ -474,5 +475,5 @@ def test_names_the_remedy_for_a_run_directory(tmp_path):
     for load in (ed.load_hf, ed.load_text_model):
         with refused(ed.ConversionError, "--run-dir", "scripts/convert.py"):
             load(tmp_path)
-    (tmp_path / "config.json").write_text("{}")  # an export into the same directory
+    (tmp_path / "config.json").write_text("{}")  # exports into the same directory
     assert hub.resolve(tmp_path).path == tmp_path

@@ -37,7 +37,7 @@ MIB = 1_000_000
 Break = Callable[[Path], None]
 Tensors = dict[str, tuple[str, list[int], bytes]]  # name -> dtype, shape, content
 
-# name of the case -> (fixture, what breaks it, what the message names)
+# name of the case -> (fixture, the change that breaks it, words of the error message)
 CASES: dict[str, tuple[str, Break, tuple[str, ...]]] = {}
 
 
@@ -67,7 +67,7 @@ def config(**edit: Any) -> Break:
 
 
 def text(content: str | bytes, name: str = "config.json") -> Break:
-    """Another content of a file."""
+    """Replace the content of a file."""
     raw = content if isinstance(content, bytes) else content.encode()
     return lambda directory: void((directory / name).write_bytes(raw))
 
@@ -75,7 +75,7 @@ def text(content: str | bytes, name: str = "config.json") -> Break:
 def void(_: Any) -> None: ...
 
 
-def again(name: str, key: str) -> Break:
+def repeat_key(name: str, key: str) -> Break:
     """Repeat a key of a JSON file, with the same value."""
 
     def breaks(directory: Path) -> None:
@@ -101,9 +101,9 @@ def link_out(name: str) -> Break:
     """Replace the file by a link to a file outside of the directory."""
 
     def breaks(directory: Path) -> None:
-        outside = directory.parent / f"outside-{name}"
-        (directory / name).rename(outside)
-        (directory / name).symlink_to(outside)
+        move_tensor_outside = directory.parent / f"outside-{name}"
+        (directory / name).rename(move_tensor_outside)
+        (directory / name).symlink_to(move_tensor_outside)
 
     return breaks
 
@@ -129,7 +129,7 @@ case("config 11 MB", text('{"model_type": "' + "a" * 11 * MIB + '"}'), "config.j
 case("config deep", text("[" * 200_000), "config.json", "JSON")
 case("config deep key", text('{"model_type":' + '{"a":' * 100_000 + "1"), "config.json", "JSON")
 case("config a number of 5000 digits", text('{"hidden_size": ' + "9" * 5000 + "}"), "config.json", "JSON")
-case("config key twice", again("config.json", "hidden_size"), "config.json", "'hidden_size'")
+case("config key twice", repeat_key("config.json", "hidden_size"), "config.json", "'hidden_size'")
 case("config link out", link_out("config.json"), "config.json")
 case("config a directory", folder_instead("config.json"), "config.json")
 
@@ -341,8 +341,8 @@ def pickles(directory: Path) -> None:
     (directory / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
 
 
-def twice(found: str) -> str:
-    """Repeat a tensor of the header, the second time with other offsets."""
+def repeat_tensor(found: str) -> str:
+    """Repeat a tensor in the header with different offsets."""
     rows = json.loads(found)
     row = json.dumps(rows[GATE])
     return found[:-1] + f', "{GATE}": {row.replace(str(rows[GATE]["data_offsets"][0]), "0")}}}'
@@ -366,7 +366,7 @@ UNSOUND: dict[str, Break] = {
     "header no JSON": header_text(lambda h: h.replace(":", ";")),
     "header a list": header_text(lambda h: f"[{h}]"),
     "header deep": header_text(lambda _: "[" * 100_000),
-    "header names a tensor twice": header_text(twice),
+    "header names a tensor twice": header_text(repeat_tensor),
     "offsets overlap": header(lambda h: h[GATE].update(data_offsets=h[QUERY]["data_offsets"])),
     "offsets backwards": header(lambda h: h[GATE]["data_offsets"].reverse()),
     "offsets negative": header(lambda h: h[GATE].update(data_offsets=[-8, 8])),
@@ -417,13 +417,13 @@ def index(edit: Callable[[dict[str, Any]], Any]) -> Break:
     return breaks
 
 
-def sends(file: Any, name: str = TABLE) -> Break:
+def move_tensor(file: Any, name: str = TABLE) -> Break:
     """Change the file of a tensor in the index."""
     return index(lambda content: content["weight_map"].update({name: file}))
 
 
-def outside(file: str) -> Break:
-    """Like `sends`, and there is a valid file at that path."""
+def move_tensor_outside(file: str) -> Break:
+    """Like `move_tensor`, with a valid file at the new path."""
 
     def breaks(directory: Path) -> None:
         shutil.copy(directory / FIRST, directory.parent / "x.safetensors")
@@ -444,16 +444,16 @@ PATHS = (
     ".safetensors/..", "",
 )  # fmt: skip
 for number, file in enumerate(PATHS):
-    index_case(f"index path {number}", outside(file), INDEX, "weight_map", TABLE)
-index_case("index a pickle", sends("pytorch_model.bin"), "pytorch_model.bin")
+    index_case(f"index path {number}", move_tensor_outside(file), INDEX, "weight_map", TABLE)
+index_case("index a pickle", move_tensor("pytorch_model.bin"), "pytorch_model.bin")
 for name, value in {"null": None, "number": 3, "list": [FIRST], "object": {}}.items():
-    index_case(f"index file {name}", sends(value), INDEX, "weight_map", TABLE)
-index_case("index file missing", sends("model-00009-of-00003.safetensors"), "model-00009-of-00003.safetensors")
+    index_case(f"index file {name}", move_tensor(value), INDEX, "weight_map", TABLE)
+index_case("index file missing", move_tensor("model-00009-of-00003.safetensors"), "model-00009-of-00003.safetensors")
 index_case("shard missing", remove(SECOND), SECOND)
 index_case("shard link out", link_out(SECOND), SECOND)
 index_case("shard cut", lambda d: void((d / SECOND).write_bytes((d / SECOND).read_bytes()[:-5])), SECOND)
-index_case("tensor in another shard", sends(SECOND), SECOND, TABLE)
-index_case("tensor in no shard", sends(FIRST, "model.layers.7.mlp.gate_proj.weight"), FIRST, "model.layers.7")
+index_case("tensor in another shard", move_tensor(SECOND), SECOND, TABLE)
+index_case("tensor in no shard", move_tensor(FIRST, "model.layers.7.mlp.gate_proj.weight"), FIRST, "model.layers.7")
 index_case(
     "tensor in two shards",
     tensors(lambda t: t.update({TABLE: t["model.layers.0.mlp.up_proj.weight"]}), SECOND),
@@ -473,12 +473,12 @@ index_case("index no JSON", text("{", INDEX), INDEX, "JSON")
 index_case("index a list", text("[]", INDEX), INDEX, "JSON", "list")
 index_case("index a directory", folder_instead(INDEX), INDEX)
 index_case("index link out", link_out(INDEX), INDEX)
-index_case("index name twice", again(INDEX, TABLE), INDEX, "key")
+index_case("index name twice", repeat_key(INDEX, TABLE), INDEX, "key")
 
 
-# --- the tests --------------------------------------------------------------------------------------------------------
+# --- tests -----------------------------------------------------------------------------------------------------------
 
-MAX_LENGTH = 4000  # of a message
+MAX_LENGTH = 4000  # maximum length of a message
 
 
 @pytest.mark.slow(fast=("gpt2", "granite"))
@@ -494,7 +494,7 @@ def test_malformed_directories_are_refused(name, tmp_path):
     breaks(directory)
     with pytest.raises(ed.ConversionError) as caught:
         ed.load_hf(directory)
-    message = str(caught.value).replace(str(tmp_path), "")  # which has the name of the case
+    message = str(caught.value).replace(str(tmp_path), "")  # the directory name contains the name of the case
     assert_names(message, *named)
     assert len(message) < MAX_LENGTH
     assert not (directory / "ran").exists()
@@ -520,8 +520,8 @@ ODD = (None, 0, -1, 3, 2.5, True, "x", [[]], {"a": [1]}, float("nan"), 10**30, "
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fixture", sorted(path.parent.name for path in FIXTURES.glob("*/config.json")))
-def test_odd_settings_give_a_configuration_or_a_conversion_error(fixture):
-    """In the older spelling of the same model, only settings that differ are changed."""
+def test_unusual_settings_give_a_configuration_or_an_error(fixture):
+    """Also with the legacy keys of the same model, where only settings that differ are changed."""
     tried: dict[tuple[str, ...], Any] = {}
     errors = 0
     for file in filter(Path.exists, (FIXTURES / fixture / name for name in ("config.json", "config_legacy.json"))):
@@ -623,7 +623,7 @@ LISTENER = """
     for event, what in list(events):
         print(event, what.replace("\\n", " "))
 """
-# files besides those that the weights are read from, and anything that could run what it finds
+# files other than the weights and their index, and anything that could execute code
 HARMFUL = ("exec", "compile", "import", "subprocess.", "os.", "socket.", "pickle.", "shutil.", "tempfile.", "urllib.")
 LISTED = {"os.listdir", "os.scandir"}
 

@@ -1,4 +1,4 @@
-"""Adapters that PEFT wrote give PEFT's logits and are written back to the bit; unsupported ones are refused."""
+"""Adapters written by PEFT give PEFT's logits and are exported bit by bit; unsupported adapters are refused."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ from tests.errors import refused
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 NAMES = ("peft_llama", "peft_gpt2")
-WITH_MORE = ("peft_dora", "peft_pissa")  # which are written in other numbers than they were read in
+WITH_MORE = ("peft_dora", "peft_pissa")  # values that are exported in another form than they are stored
 LLAMA = FIXTURES / "peft_llama"
 Q_PROJ = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
 
@@ -58,14 +58,14 @@ def tensors(directory: Path) -> dict[str, np.ndarray]:
 
 
 def same(first, second) -> None:
-    """The two models are equal bit by bit, scales included."""
+    """Return whether two models are equal bit by bit, scales included."""
     assert jax.tree.structure(first) == jax.tree.structure(second)
     jax.tree.map(assert_array_equal, first, second)
 
 
 @pytest.fixture
 def copy(tmp_path):
-    """A function that copies the Llama adapter with some settings and tensors changed (None: left out)."""
+    """Return a function that copies the Llama adapter with changed settings and tensors (None removes an entry)."""
 
     def make(changed: dict | None = None, weights: dict | None = None) -> Path:
         directory = Path(shutil.copytree(LLAMA / "adapter", tmp_path / "copy"))
@@ -105,7 +105,7 @@ def test_the_merged_model_gives_the_same_logits(llama):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_MORE)
 def test_dora_and_pissa_logits_equal_those_of_peft(name, tmp_path):
-    """As read, merged, and written and read again. PiSSA is written as a pair of twice the rank."""
+    """After loading, after merging, and after a round trip. PiSSA is written as a pair of twice the rank."""
     expected = np.load(FIXTURES / name / "expected.npz")
     base = load_hf(FIXTURES / name / "base")
     model = load_peft(base, FIXTURES / name / "adapter")
@@ -119,7 +119,7 @@ def test_dora_and_pissa_logits_equal_those_of_peft(name, tmp_path):
     assert all(node.start_a is None for node in low_rank_weights(again).values())
     if name == "peft_pissa":
         assert (written["r"], written["lora_alpha"]) == (4, 6)
-    else:  # layers of a stack have one rank here
+    else:  # all layers of a stack have the same rank
         assert written["use_dora"] and written["use_rslora"] and written["rank_pattern"] == {"down_proj": 2}
         assert written["alpha_pattern"] == {"o_proj": 6}
         theirs, ours = tensors(FIXTURES / name / "adapter"), tensors(tmp_path / "again")
@@ -145,12 +145,12 @@ def test_adapters_of_peft_are_written_back_bit_by_bit(fixture, tmp_path):
         assert second[key] == first[key]
 
 
-def test_target_modules_are_short_only_where_all_layers_are_adapted(fixture, tmp_path):
+def test_target_modules_are_short_if_all_layers_are_adapted(fixture, tmp_path):
     directory, _, model = fixture
     save_peft(model, tmp_path / "again", base_model="org/base")
     named = settings(tmp_path / "again")["target_modules"]
     short = set(settings(directory / "adapter")["target_modules"])
-    if directory.name == "peft_gpt2":  # the attention's c_proj is not adapted
+    if directory.name == "peft_gpt2":  # c_proj of the attention has no adapter
         short = short - {"mlp.c_proj"} | {f"transformer.h.{layer}.mlp.c_proj" for layer in range(2)}
     assert named == sorted(short)
     assert settings(tmp_path / "again")["base_model_name_or_path"] == "org/base"
@@ -170,7 +170,7 @@ def test_adapts_a_single_layer_between_two_stacks(tmp_path):
 @pytest.mark.parametrize(
     "rank, alpha, rank_stabilized", [(8, 16.0, False), (6, 1.0, False), (5, 3.0, True), (3, 0.7, False)]
 )
-def test_scales_survive(llama, tmp_path, rank, alpha, rank_stabilized):
+def test_scales_round_trip(llama, tmp_path, rank, alpha, rank_stabilized):
     lora = LoRAConfig(rank=rank, alpha=alpha, rank_stabilized=rank_stabilized)
     model = trained(llama, lora)
     save_peft(model, tmp_path / "one")
@@ -192,13 +192,13 @@ def test_dtypes(llama, tmp_path):
         tensors(tmp_path / "half"),
         tensors(LLAMA / "adapter"),
     )
-    again = pairs(load_peft(llama, tmp_path / "half"))  # kept like the model's weights
+    again = pairs(load_peft(llama, tmp_path / "half"))  # dtype of the model's weights
     for name, leaf in pairs(half).items():
         assert again[name].dtype == jnp.float32
         assert_array_equal(again[name], leaf.astype(jnp.float32))
 
 
-def test_pairs_are_born_and_written_sharded(llama, tmp_path):
+def test_pairs_are_created_and_written_sharded(llama, tmp_path):
     layout = ed.Layout.create(fsdp=4, tensor=2)
     model = load_peft(llama.place(layout), LLAMA / "adapter")
     shardings = named_leaves(layout.shardings(model))
@@ -252,7 +252,7 @@ def test_unsupported_and_missing_settings_are_refused(llama, copy, key, value):
         load_peft(llama, copy({key: value}))
 
 
-def test_every_unsupported_setting_is_tried():
+def test_every_unsupported_setting_has_a_case():
     assert UNSUPPORTED_KEYS.keys() <= REFUSED.keys() and not UNSUPPORTED_KEYS.keys() & IGNORED_PEFT_KEYS.keys()
     known = REFUSED.keys() | IGNORED_PEFT_KEYS.keys()
     assert settings(LLAMA / "adapter").keys() <= known
@@ -298,7 +298,7 @@ RANK, ALPHA = 2, 3
 
 
 def adapter(folder: Path, pairs: dict[str, tuple[int, ...]], whole: dict[str, np.ndarray], **changed) -> dict:
-    """Write an adapter. Return the weight differences of its pairs and its completely stored tensors, by name.
+    """Write an adapter. Returns the weight differences of its pairs, and its completely stored tensors, by name.
 
     `pairs`: shapes of the adapted modules. `whole`: tensors that are stored completely.
     """
@@ -435,7 +435,7 @@ def test_saved_modules_replace_those_of_the_model(fixture, modules, older, tmp_p
         whole[f"{module}.weight"] = rng.normal(size=like.shape).astype(np.float32)
     saved = dict(modules_to_save=[name.rpartition(".")[2] for name in modules], ensure_weight_tying=len(modules) == 1)
     difference = adapter(tmp_path / "peft", shapes_in(fixture, "q_proj.weight"), whole, **saved)
-    if older:  # older versions of PEFT write the names of wrappers, and the original modules
+    if older:  # older versions of PEFT write the names of wrappers, and also the original modules
         file = tmp_path / "peft" / "adapter_model.safetensors"
         wrapped = {}
         for name, x in load_file(file).items():
@@ -629,7 +629,7 @@ def test_save_peft_writes_saved_modules(fixture, names, changed, tmp_path):
     model = load_peft(base, tmp_path / "peft")
     save_peft(model, tmp_path / "again")
     expected, written = tensors(tmp_path / "peft"), tensors(tmp_path / "again")
-    if model.config.tied and "model.embed_tokens.weight" in names:  # PEFT looks for a tied head, too
+    if model.config.tied and "model.embed_tokens.weight" in names:  # PEFT also looks for a tied head
         head = "base_model.model.lm_head.weight"
         expected[head] = expected["base_model.model.model.embed_tokens.weight"]
         assert_array_equal(written[head], expected[head])
@@ -673,7 +673,7 @@ def test_saved_modules_that_the_model_lacks_are_refused(llama, tmp_path):
 
 
 @pytest.mark.parametrize("wrapper", ["modules_to_save", "modules_to_save.default", "modules_to_save.my_adapter"])
-def test_an_adapter_may_have_saved_modules_only(wrapper, tmp_path):
+def test_adapter_with_saved_modules_only(wrapper, tmp_path):
     norm = np.random.default_rng(3).normal(size=16).astype(np.float32)
     size = stored_tensors_of("llama_rope")["model.norm.weight"].size
     norm = np.resize(norm, size)
@@ -710,7 +710,7 @@ def test_a_trained_embedding_without_weight_tying_keeps_the_original_head(tmp_pa
 
 
 @pytest.mark.parametrize("end", ["input_layernorm.weight", "o_proj.weight"])
-def test_modules_may_be_saved_in_some_layers_only(end, tmp_path):
+def test_modules_saved_in_some_layers_only(end, tmp_path):
     fixture = "llama_rope"
     stored = stored_tensors_of(fixture)
     name = next(key for key in stored if ".layers.1." in key and key.endswith(end))
@@ -765,7 +765,7 @@ def test_a_second_adapter_is_refused(fixture):
         load_peft(model, directory / "adapter")
 
 
-# --- refusals of what is to be written ---
+# --- refusals of models to write ---
 
 
 def test_models_without_a_peft_form_are_not_written(fixture, tmp_path, monkeypatch):
@@ -798,7 +798,7 @@ def test_models_without_a_peft_form_are_not_written(fixture, tmp_path, monkeypat
     ids=["qwen2_5_vl", "mistral3"],
 )  # fmt: skip
 def test_pairs_of_encoders_are_named_as_their_modules(name, targets, modules, tmp_path):
-    """As transformers calls them once they are loaded; adapters with the names of the files are read, too."""
+    """Names are those of the modules in transformers. Adapters with the names of the files can be read, too."""
     base = load_hf(FIXTURES / name)
     model = trained(base, LoRAConfig(rank=2, targets=targets))
     save_peft(model, tmp_path / "new")

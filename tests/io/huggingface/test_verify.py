@@ -27,7 +27,7 @@ TABLE, NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 
 def copied(folder: Path, source: Path = CHAT, **config) -> Path:
-    """A copy of a directory with other keys in its config.json."""
+    """Copy a directory with changed keys in its config.json."""
     shutil.copytree(source, folder)
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(content | config))
@@ -43,7 +43,7 @@ def test_differences_of_two_arrays_of_logits():
 
 
 class FakeModel:
-    """What `AutoModelForCausalLM` is asked for."""
+    """The interface of `AutoModelForCausalLM` that is used."""
 
     asked: dict = {}  # noqa: RUF012
 
@@ -73,14 +73,14 @@ def fake_transformers(monkeypatch):
             float32="float32",
             from_numpy=lambda ids: ids,
             no_grad=contextlib.nullcontext,
-            Tensor=type("Tensor", (), {}),  # einops looks for it
+            Tensor=type("Tensor", (), {}),  # einops accesses it
         ),
     }
     for name, module in fakes.items():
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_transformers_sees_data_only(fake_transformers, tmp_path):
+def test_transformers_gets_only_data_files(fake_transformers, tmp_path):
     folder = copied(tmp_path / "model")
     for name in ("modeling_evil.py", "pytorch_model.bin", "adapter_config.json"):
         (folder / name).write_text("{}")
@@ -93,14 +93,14 @@ def test_transformers_sees_data_only(fake_transformers, tmp_path):
     )
 
 
-def test_transformers_sees_a_plain_copy_of_a_gguf_file(fake_transformers, tmp_path):
+def test_transformers_gets_a_dequantized_copy_of_a_gguf_file(fake_transformers, tmp_path):
     ed.save_gguf(ed.load_hf(CHAT), tmp_path / "model.gguf", dtype="f16")
     assert verify.transformers_logits(tmp_path / "model.gguf", np.zeros((1, 3), np.int32)).shape == (1, 3, 320)
     assert {"config.json", "model.safetensors"} < set(FakeModel.asked["files"])
 
 
 class FakeScorer(FakeModel):
-    """What `AutoModelForSequenceClassification` is asked for: it takes rows of which any token may be the last."""
+    """The interface of `AutoModelForSequenceClassification` that is used; every token of a row may be the last one."""
 
     config = types.SimpleNamespace(pad_token_id=3)
 
@@ -110,7 +110,7 @@ class FakeScorer(FakeModel):
 
 
 @pytest.mark.slow
-def test_scores_are_those_at_the_last_tokens(fake_transformers, tmp_path, monkeypatch):
+def test_scores_are_computed_at_the_last_tokens(fake_transformers, tmp_path, monkeypatch):
     transformers = types.SimpleNamespace(AutoModelForSequenceClassification=FakeScorer)
     monkeypatch.setitem(sys.modules, "transformers", transformers)
     model, ids = ed.add_score_head(ed.load_hf(CHAT), key=jax.random.key(0)), np.array([[1, 2, 3], [4, 5, 6]], np.int32)
@@ -119,7 +119,7 @@ def test_scores_are_those_at_the_last_tokens(fake_transformers, tmp_path, monkey
     assert_allclose(verify.model_logits(model, ids)[:, 0], model(ids).logits[:, -1], rtol=1e-5)
 
 
-def test_transformers_does_not_load_directories_that_are_refused(fake_transformers, tmp_path):
+def test_transformers_does_not_load_refused_directories(fake_transformers, tmp_path):
     folder = copied(tmp_path / "model", auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
     with refused(ConversionError, "auto_map"):
         verify.transformers_logits(folder, np.zeros((1, 3), np.int32))
@@ -141,10 +141,10 @@ def test_tensors_that_differ_are_named(tmp_path):
 
 @pytest.mark.slow(fast=("0.5",))
 @pytest.mark.parametrize("value, gap", [(0.5, "0.5"), (np.nan, "nan"), (np.inf, "inf")], ids=["0.5", "NaN", "inf"])
-def test_a_single_different_number_is_found(tmp_path, value, gap):
+def test_single_different_value_is_found(tmp_path, value, gap):
     directory = Path(shutil.copytree(MISTRAL, tmp_path / "other"))
     tensors = load_file(directory / "model.safetensors")
-    tensors[TABLE][3, 2] = np.nan  # in both
+    tensors[TABLE][3, 2] = np.nan  # in both checkpoints
     save_file(tensors, directory / "model.safetensors")
     again = Path(shutil.copytree(directory, tmp_path / "again"))
     assert verify.compare_directories(directory, again) == ([], [])

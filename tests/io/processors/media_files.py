@@ -1,4 +1,4 @@
-"""Images and audio drawn by a program, for tests of processors and for what these are compared with."""
+"""Synthetic images, videos and audio for tests of processors and for their reference values."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ KINDS = ("RGB", "L", "RGBA", "CMYK", "I;16")
 
 
 def image(kind: str, width: int, height: int, seed: int = 0) -> bytes:
-    """A file of an image: gradients, waves and noise."""
+    """Return an image file with gradients, waves and noise."""
     from PIL import Image
 
     generator = np.random.default_rng(seed)
@@ -31,7 +31,7 @@ def image(kind: str, width: int, height: int, seed: int = 0) -> bytes:
 
 
 def audio(seconds: float, rate: int = 16_000, seed: int = 0) -> np.ndarray:
-    """A tone that swells, with noise."""
+    """Return a tone of increasing volume, with noise."""
     times = np.arange(int(seconds * rate)) / rate
     tone = 0.4 * np.sin(2 * np.pi * 440 * times) + 0.2 * np.sin(2 * np.pi * (300 + 900 * times) * times)
     noise = 0.01 * np.random.default_rng(seed).normal(size=times.shape)
@@ -42,12 +42,12 @@ IMAGES = {
     "wide": ("RGB", 150, 61),
     "tall": ("RGB", 37, 101),
     "grey": ("L", 64, 64),
-    "clear": ("RGBA", 80, 56),  # opaque: transformers composites on black
+    "clear": ("RGBA", 80, 56),  # opaque: transformers would composite on black
     "printed": ("CMYK", 60, 60),
 }
 SECONDS = (0.7, 2.345)
 PHI4_AUDIO = (0.7, 2.345, 0.0251)
-# settings of Gemma 4's feature extractor, and the lengths of audio
+# settings of the feature extractor of Gemma 4, and durations of audio
 GEMMA_AUDIO = {
     "published": ({"padding_side": "left"}, [2.345]),
     "several": ({}, [0.7, 2.345, 0.02, 0.3137]),
@@ -60,7 +60,7 @@ GEMMA_AUDIO = {
     ),
     "emphasis over borders": (dict(preemphasis=0.5, preemphasis_htk_flavor=False, sampling_rate=8000), [0.4, 0.21]),
 }
-# the same of Gemma 3n's
+# settings of the feature extractor of Gemma 3n
 GEMMA3N_AUDIO = {
     "3n, several": ({}, [0.7, 2.345, 0.02]),
     "3n, long": ({}, [30.5]),
@@ -78,7 +78,7 @@ _SMOL = dict(size={"longest_edge": 72}, max_image_size={"longest_edge": 24})
 _INTERNVL = dict(size={"height": 14, "width": 14})
 _GLM = dict(patch_size=4, size={"shortest_edge": 500, "longest_edge": 4000})
 _GEMMA = dict(patch_size=2, pooling_kernel_size=2)
-# Family, settings of its video processor, frames, frames per second or None for a list of frames, height and width.
+# Family, settings of the video processor, frames, frames per second (None for a list of frames), height and width.
 VIDEOS = {
     "smolvlm published": (
         "smolvlm",
@@ -137,17 +137,17 @@ VIDEOS = {
 
 
 def video_frames(count: int, height: int, width: int) -> np.ndarray:
-    """Frames of noise."""
+    """Return frames of noise."""
     return np.random.default_rng(count).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
 
 
-def grey_frames(count: int, width: int = 48, height: int = 32) -> list[np.ndarray]:
-    """Frames that differ by 12 in their grey, from 5 on: what is left of it after coding tells their numbers."""
+def gray_frames(count: int, width: int = 48, height: int = 32) -> list[np.ndarray]:
+    """Return frames of different gray values, 12 apart, so that a decoded frame shows its index."""
     return [np.full((height, width, 3), 5 + 12 * number % 240, np.uint8) for number in range(count)]
 
 
-def numbers_of(frames: Any) -> list[int]:
-    """Which of `grey_frames` these are."""
+def frame_indices(frames: Any) -> list[int]:
+    """Return the indices of frames of `gray_frames`."""
     return [round((float(np.mean(frame)) - 5) / 12) for frame in frames]
 
 
@@ -165,11 +165,14 @@ def video(
     cover: bool = False,
     coding: Mapping[str, str] | None = None,
 ) -> bytes:
-    """A file of a video, 20 frames and 10 of them a second, or at other times; `shift` moves these by milliseconds."""
+    """Return a video file.
+
+    Default: 20 frames at 10 frames per second. `milliseconds`: times; `shift`: added to all times.
+    """
     import av
     from av.stream import Disposition
 
-    frames = grey_frames(20) if frames is None else frames
+    frames = gray_frames(20) if frames is None else frames
     file, tick = io.BytesIO(), Fraction(1, 1000)
     file.name = f"video.{form}"  # type: ignore[attr-defined]
     with av.open(file, "w", format=form, options=dict(options or {})) as container:
@@ -177,7 +180,7 @@ def video(
         if len(frames):
             stream: Any = container.add_stream(codec, rate=10, options=dict(coding or {}))
             stream.width, stream.height, stream.pix_fmt = width, height, coded_as
-            base = Fraction(1, 10) if form in ("avi", "mjpeg") else tick  # AVI would have a frame for each tick
+            base = Fraction(1, 10) if form in ("avi", "mjpeg") else tick  # AVI would write a frame for each tick
             stream.codec_context.time_base = stream.time_base = base
             if cover:
                 stream.disposition = Disposition.attached_pic
@@ -203,8 +206,8 @@ def video(
     return file.getvalue()
 
 
-def shown(x: np.ndarray) -> np.ndarray:
-    """A few numbers of an array; of whole numbers all."""
+def summary_of(x: np.ndarray) -> np.ndarray:
+    """Return a sample of an array's values and its statistics, or the complete array if it is a small integer array."""
     x = np.asarray(x)
     if x.dtype.kind in "iub" and x.size <= 4096:
         return x

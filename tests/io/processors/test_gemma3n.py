@@ -1,4 +1,4 @@
-"""Images and audio of Gemma 3n become what transformers makes of them, and the program answers to files of both."""
+"""Images and audio of Gemma 3n are processed as in transformers, and `generate` answers questions about files."""
 
 import json
 import pathlib
@@ -18,7 +18,7 @@ from tests.compare import assert_allclose, assert_array_equal
 from tests.encoders.directories import save_image
 from tests.encoders.test_audio_files import answered, directory, expected
 from tests.errors import refused
-from tests.io.processors.media_files import GEMMA3N_AUDIO, audio, shown
+from tests.io.processors.media_files import GEMMA3N_AUDIO, audio, summary_of
 
 
 EXPECTED = np.load(pathlib.Path(__file__).parents[2] / "fixtures" / "processors" / "gemma_audio.npz")
@@ -30,14 +30,14 @@ SETTINGS = dict(size={"height": 48, "width": 48}, do_normalize=False, resample=2
 
 
 @pytest.mark.parametrize("name", GEMMA3N_AUDIO)
-def test_spectra_are_those_of_transformers(name):
+def test_spectrograms_match_transformers(name):
     settings, lengths = GEMMA3N_AUDIO[name]
     rules = Gemma3nAudioProcessor(spectrum=LogMagnitudes.read(Fields(settings), USM))
     clips = [audio(seconds, rules.spectrum.rate) for seconds in lengths]
     arrays, texts = rules.process_all(clips, LIMITS, ["one"] * len(clips))
     values = arrays["input_features"]
     assert values.shape == tuple(EXPECTED[f"{name}/shape"]) and values.dtype == np.float32
-    assert_allclose(shown(values), EXPECTED[f"{name}/input_features"], atol=1e-6)
+    assert_allclose(summary_of(values), EXPECTED[f"{name}/input_features"], atol=1e-6)
     mask = np.packbits(arrays["input_features_mask"], axis=1)
     assert_array_equal(mask, EXPECTED[f"{name}/input_features_mask"])
     assert all(text.count("<audio_soft_token>") == 188 for text in texts)
@@ -63,8 +63,8 @@ def test_short_clips_and_left_padding_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_answers_to_an_image_and_an_audio_clip(tmp_path):
-    """The program's answers equal those of the model for these arrays."""
+def test_generate_answers_for_an_image_and_an_audio_clip(tmp_path):
+    """The output of the program equals the tokens that the model generates for these arrays."""
     soundfile = pytest.importorskip("soundfile")
     folder, answers = directory(tmp_path / "model", "gemma3n_vision", "Gemma3nProcessor"), []
     (folder / "processor_config.json").write_text(json.dumps(WORDS))

@@ -1,4 +1,4 @@
-"""Audio of Gemma 4 become what transformers makes of them, and prompts get as many placeholders."""
+"""Audio of Gemma 4 is processed as in transformers, and prompts get one placeholder per audio token."""
 
 import json
 import pathlib
@@ -17,7 +17,7 @@ from tests.commands import call
 from tests.compare import assert_allclose, assert_array_equal
 from tests.encoders.directories import audio_directory
 from tests.errors import refused
-from tests.io.processors.media_files import GEMMA_AUDIO, audio, shown
+from tests.io.processors.media_files import GEMMA_AUDIO, audio, summary_of
 
 
 EXPECTED = np.load(pathlib.Path(__file__).parents[2] / "fixtures" / "processors" / "gemma_audio.npz")
@@ -25,29 +25,29 @@ LIMITS = MediaLimits()
 RULES = Gemma4AudioProcessor()
 
 
-def made(rules, audio, limits=LIMITS):
+def process(rules, audio, limits=LIMITS):
     return rules.process_all(audio, limits, [f"audio {number}" for number in range(len(audio))])
 
 
 @pytest.mark.parametrize("name", GEMMA_AUDIO)
-def test_spectra_are_those_of_transformers(name):
+def test_spectrograms_match_transformers(name):
     settings, lengths = GEMMA_AUDIO[name]
     rules = Gemma4AudioProcessor(spectrum=LogMagnitudes.read(Fields(settings)))
-    arrays, texts = made(rules, [audio(seconds, rules.spectrum.rate) for seconds in lengths])
+    arrays, texts = process(rules, [audio(seconds, rules.spectrum.rate) for seconds in lengths])
     values, mask = arrays["input_features"], arrays["input_features_mask"]
     assert values.shape == tuple(EXPECTED[f"{name}/shape"]) and values.dtype == np.float32
-    assert_allclose(shown(values), EXPECTED[f"{name}/input_features"], atol=1e-5)
+    assert_allclose(summary_of(values), EXPECTED[f"{name}/input_features"], atol=1e-5)
     assert_array_equal(np.packbits(mask, axis=1), EXPECTED[f"{name}/input_features_mask"])
-    # as many as transformers' processor counts
+    # the number that transformers' processor inserts
     assert [text.count("<|audio|>") for text in texts] == mask[:, ::4].sum(axis=1).tolist()
     assert all(text.startswith("<|audio><|audio|>") and text.endswith("<|audio|><audio|>") for text in texts)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_an_audio_becomes_what_it_becomes_alone(side):
+def test_clips_of_a_batch_equal_separate_clips(side):
     rules = Gemma4AudioProcessor(spectrum=LogMagnitudes(padding_side=side))
     files = [audio(seconds) for seconds in (0.7, 0.345, 0.1)]
-    (together, texts), alone = made(rules, files), [made(rules, [file]) for file in files]
+    (together, texts), alone = process(rules, files), [process(rules, [file]) for file in files]
     for index, (own, (text,)) in enumerate(alone):
         count = own["input_features"].shape[1]
         assert_array_equal(together["input_features"][index, :count], own["input_features"][0])
@@ -58,10 +58,10 @@ def test_an_audio_becomes_what_it_becomes_alone(side):
 
 def test_short_and_long_clips_are_refused():
     with refused(DataError, "audio 0", "160 samples"):
-        made(RULES, [np.zeros(160, np.float32)])
-    assert made(RULES, [np.zeros(161, np.float32)])[1] == ["<|audio><|audio|><audio|>"]
+        process(RULES, [np.zeros(160, np.float32)])
+    assert process(RULES, [np.zeros(161, np.float32)])[1] == ["<|audio><|audio|><audio|>"]
     with refused(DataError, "audio 1", "2.0 s", "MediaLimits.max_seconds=1.5"):
-        made(RULES, [audio(1.0)] * 2, MediaLimits(max_seconds=1.5))
+        process(RULES, [audio(1.0)] * 2, MediaLimits(max_seconds=1.5))
 
 
 INVALID = dict(
@@ -94,7 +94,7 @@ def test_invalid_spectra_are_refused(keys, named):
         LogMagnitudes(**keys)
 
 
-# --- a directory of a model with an encoder of audio ---
+# --- a model directory with an audio encoder ---
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_settings_of_a_directory(folder):
 
 
 @pytest.mark.slow
-def test_prompts_have_a_place_for_each_token_of_an_audio_clip(text):
+def test_prompts_have_a_placeholder_for_each_audio_token(text):
     token = text.model.config.media.audio_token
     files = [audio(0.2), audio(0.345)]
     parts = [{"type": "audio", "audio": file} for file in files] + [{"type": "text", "text": "?"}]
@@ -130,7 +130,7 @@ def test_prompts_have_a_place_for_each_token_of_an_audio_clip(text):
 
 @pytest.mark.slow
 def test_answers_depend_on_the_audio(folder, tmp_path):
-    """By the program, as users run it."""
+    """With the command-line program."""
     soundfile = pytest.importorskip("soundfile")
     other = -np.sqrt(np.abs(audio(0.3)))[::-1]
     for name, samples in (("one", audio(0.5)), ("other", other)):

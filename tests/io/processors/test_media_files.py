@@ -1,4 +1,4 @@
-"""Videos and audio in files, as they come from cameras, recorders and strangers."""
+"""Decoding of video, audio and image files, including malformed and hostile files."""
 
 import io
 import json
@@ -22,14 +22,14 @@ from eqx_decoders.media_files.limits import MediaLimits
 from eqx_decoders.media_files.video import Video, open_video
 from tests.compare import assert_allclose, assert_array_equal
 from tests.errors import assert_names, refused
-from tests.io.processors.media_files import audio, grey_frames, image, numbers_of, video
+from tests.io.processors.media_files import audio, frame_indices, gray_frames, image, video
 
 
 av = pytest.importorskip("av")
 soundfile = pytest.importorskip("soundfile")
 soxr = pytest.importorskip("soxr")
 ALL = list(range(20))
-SECONDS = 2.0  # in which a file must be refused
+SECONDS = 2.0  # maximum time to refuse a file
 
 
 # --- videos -----------------------------------------------------------------------------------------------------------
@@ -58,31 +58,31 @@ def videos():
 
 
 def decoded(file: bytes) -> list[np.ndarray]:
-    """All frames, by PyAV itself."""
+    """Return all frames, decoded by PyAV."""
     with av.open(io.BytesIO(file)) as container:
         return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
 
 
 @pytest.mark.slow(fast=("apng",))
 @pytest.mark.parametrize("name", FORMS)
-def test_frames_are_those_of_the_file(videos, name, tmp_path):
-    """In any container: also in those that tell neither a number of frames nor a duration, and cannot be rewound."""
+def test_decoded_frames_equal_those_of_pyav(videos, name, tmp_path):
+    """Also in containers that store neither the number of frames nor a duration, and cannot seek."""
     path = tmp_path / "video"
     path.write_bytes(videos[name])
     whole = decoded(videos[name])
     for source in (videos[name], path, str(path)):
         with open_video(source) as clip:
             assert (clip.num_frames, clip.height, clip.width, clip.use_all_frames) == (20, 32, 48, False)
-            assert clip.fps == (25.0 if name.startswith("raw") else 10.0)  # raw streams have no times
-            assert numbers_of(clip.frames(ALL)) == ALL
+            assert clip.fps == (25.0 if name.startswith("raw") else 10.0)  # raw streams have no timestamps
+            assert frame_indices(clip.frames(ALL)) == ALL
             taken = list(clip.frames([0, 7, 7, 19]))
         for number, pixels in zip([0, 7, 7, 19], taken, strict=True):
             assert_array_equal(pixels, whole[number])
-    if name == "mkv":  # it loses nothing
-        assert_array_equal(whole, grey_frames(20))
+    if name == "mkv":  # lossless
+        assert_array_equal(whole, gray_frames(20))
 
 
-def seen(rules, source):
+def processed(rules, source):
     with open_video(source) as clip:
         return rules.process(clip, MediaLimits())
 
@@ -91,19 +91,19 @@ def seen(rules, source):
 @pytest.mark.parametrize(
     "rules, indices",
     [
-        (QwenVideoProcessor(min_pixels=784), ALL),  # Qwen2.5-VL's directories do not choose
+        (QwenVideoProcessor(min_pixels=784), ALL),  # directories of Qwen2.5-VL do not sample frames
         (QwenVideoProcessor(min_pixels=784, sample_frames=True, fps=2.0), [0, 5, 10, 15]),
         (QwenVideoProcessor(min_pixels=784, sample_frames=True, num_frames=6), [0, 3, 6, 10, 13, 16]),
         (QwenVideoProcessor(min_pixels=784, sample_frames=True, fps=2.0, max_frames=3), [0, 10]),
         (Qwen3VideoProcessor(), [0, 6, 13, 19]),
-        (Qwen3VideoProcessor(fps=1.0), [0, 6, 13, 19]),  # at least four
+        (Qwen3VideoProcessor(fps=1.0), [0, 6, 13, 19]),  # the minimum is four frames
         (Qwen3VideoProcessor(fps=3.0), [0, 4, 8, 11, 15, 19]),
         (Qwen3VideoProcessor(fps=None, num_frames=3), [0, 10, 19]),
     ],
     ids=["all", "by rate", "by count", "at most", "qwen3", "qwen3, at least", "qwen3, by rate", "qwen3, by count"],
 )
-def test_each_family_takes_its_frames(videos, rules, indices):
-    made, whole = seen(rules, videos["h264"]), decoded(videos["h264"])
+def test_each_family_samples_the_expected_frames(videos, rules, indices):
+    made, whole = processed(rules, videos["h264"]), decoded(videos["h264"])
     with open_video(Video(frames=[whole[index] for index in indices])) as clip:
         known = rules.process(clip, MediaLimits())
     assert_array_equal(made.arrays["pixel_values_videos"], known.arrays["pixel_values_videos"])
@@ -117,29 +117,29 @@ def test_each_family_takes_its_frames(videos, rules, indices):
 
 
 @pytest.mark.parametrize("options", [{}, FORMS["mkv"]])
-def test_frames_of_uneven_lengths_have_their_mean_rate(options):
-    """By the times of all of them: a header of Matroska tells the rate of the first ones."""
+def test_frame_rate_of_uneven_frames_is_their_mean(options):
+    """Computed from all timestamps: a Matroska header has the rate of the first frames."""
     file = video(**options, milliseconds=[10 * number**2 for number in ALL])
     with open_video(file) as clip:
         assert (clip.num_frames, clip.fps) == (20, pytest.approx(20 / 3.71))
         made = Qwen3VideoProcessor().process(clip, MediaLimits())
-    assert made.arrays["video_grid_thw"][0, 0] == 4  # of seven, since 3.71 s at 2 a second are these
+    assert made.arrays["video_grid_thw"][0, 0] == 4  # of seven frames: 3.71 s at 2 frames per second
 
 
-def test_what_an_edit_leaves_out_is_no_frame():
-    """Trimmed without coding anew: frames from the last whole one on are there, and are not shown."""
+def test_frames_outside_of_the_edit_list_are_skipped():
+    """A video that was trimmed without encoding again still contains the frames from the last key frame on."""
     file = video(shift=-550, coding={"g": "5"})
     with av.open(io.BytesIO(file)) as container:
         assert container.streams.video[0].frames == 20
     with open_video(file) as clip:
         assert (clip.num_frames, clip.fps) == (14, 10.0)
-        assert numbers_of(clip.frames(range(14))) == list(range(6, 20))
+        assert frame_indices(clip.frames(range(14))) == list(range(6, 20))
 
 
 @pytest.mark.parametrize("turned", [90, 180, 270])
-def test_videos_stand_upright(turned):
-    """As images with EXIF data do."""
-    frames = grey_frames(2)
+def test_rotation_of_videos_is_applied(turned):
+    """Like the EXIF orientation of images."""
+    frames = gray_frames(2)
     for pixels in frames:
         pixels[:16, :24] = 250
     with open_video(video("mov", frames=frames, turned=turned)) as clip:
@@ -149,21 +149,21 @@ def test_videos_stand_upright(turned):
     assert np.abs(found.astype(int) - expected).mean() < 8
 
 
-def test_a_video_of_one_frame():
-    with open_video(video(frames=grey_frames(1))) as clip:
+def test_video_of_one_frame():
+    with open_video(video(frames=gray_frames(1))) as clip:
         assert (clip.num_frames, clip.fps) == (1, 10.0)
-    assert seen(Qwen3VideoProcessor(), video(frames=grey_frames(1))).arrays["video_grid_thw"][:, 0].tolist() == [1]
+    assert processed(Qwen3VideoProcessor(), video(frames=gray_frames(1))).arrays["video_grid_thw"][:, 0].tolist() == [1]
     still = io.BytesIO()
     from PIL import Image
 
-    Image.fromarray(grey_frames(1)[0]).save(still, "GIF")
+    Image.fromarray(gray_frames(1)[0]).save(still, "GIF")
     with open_video(still.getvalue()) as clip:
-        assert (clip.num_frames, numbers_of(clip.frames([0]))) == (1, [0])
+        assert (clip.num_frames, frame_indices(clip.frames([0]))) == (1, [0])
 
 
-def test_a_video_beside_an_audio_clip(videos):
+def test_video_with_an_audio_stream(videos):
     with open_video(video(audio=True)) as clip:
-        assert numbers_of(clip.frames(ALL)) == ALL
+        assert frame_indices(clip.frames(ALL)) == ALL
 
 
 def wav(samples: np.ndarray, rate: int = 16_000, kind: str = "PCM_16", form: str = "WAV") -> bytes:
@@ -177,7 +177,7 @@ def chunk(kind: bytes, body: bytes) -> bytes:
 
 
 def with_size(form: str, file: bytes, width: int, height: int) -> bytes:
-    """The header of a video that claims another size."""
+    """Return a video file with another size in its header."""
     if form == "gif":
         return file[:6] + struct.pack("<HH", width & 0xFFFF, height & 0xFFFF) + file[10:]
     if form == "apng":
@@ -191,12 +191,12 @@ def with_size(form: str, file: bytes, width: int, height: int) -> bytes:
     )
 
 
-def sized(number: int) -> bytes:
-    return video("h264", "libx264", frames=grey_frames(4, *((48, 32), (64, 48))[number]))
+def video_of_size(number: int) -> bytes:
+    return video("h264", "libx264", frames=gray_frames(4, *((48, 32), (64, 48))[number]))
 
 
 def hostile_videos() -> dict[str, bytes]:
-    """Malformed files by kind."""
+    """Return malformed files by kind."""
     mp4, avi, mkv = video(), video(**FORMS["avi"]), video(**FORMS["mkv"])
     place = mp4.index(b"stsz")
     many = mp4[: place + 12] + struct.pack(">I", 0x7FFFFFFF) + mp4[place + 16 :]
@@ -212,19 +212,19 @@ def hostile_videos() -> dict[str, bytes]:
         "text": b"this is no video. " * 100,
         "an audio clip": wav(audio(0.1)),
         "only audio": video(frames=[], audio=True),
-        "a cover": video(codec="png", frames=grey_frames(1), coded_as="rgb24", cover=True, audio=True),
+        "a cover": video(codec="png", frames=gray_frames(1), coded_as="rgb24", cover=True, audio=True),
         "an image": image("RGB", 30, 30),
         "2^31 frames": many,
         "frames that last long": long,
         "gif of 4e9 pixels": with_size("gif", video(**FORMS["gif"]), 65_535, 65_535),
         "apng of 1e10 pixels": with_size("apng", video(**FORMS["apng"]), 100_000, 100_000),
         "mkv of 6e9 pixels": with_size("mkv", mkv, 100_000, 65_535),
-        "sizes that change": sized(0) + sized(1),
+        "sizes that change": video_of_size(0) + video_of_size(1),
         "playlist": b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nvideo.ts\n#EXT-X-ENDLIST\n",
         "list": b"ffconcat version 1.0\nfile video.ts\n",
         "session": b"v=0\no=- 0 0 IN IP4 ::1\ns=x\nc=IN IP4 ::1\nm=video 9 RTP/AVP 96\n",
         "manifest": b'<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011"></MPD>',
-        # wrong counts and sizes in one place do no harm if another place has the right ones
+        # wrong counts and sizes in one header are harmless if another header has the right ones
         "claimed frames": claims,
         "claimed pixels": with_size("avi", avi, 100_000, 100_000),
     }  # fmt: skip
@@ -238,8 +238,8 @@ NAMED = {
 
 
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory):
-    """A folder with the malformed files, and a video that none of them may open."""
+def hostile_files(tmp_path_factory):
+    """Write the malformed files, and a video that they must not open."""
     folder = tmp_path_factory.mktemp("hostile")
     (folder / "video.ts").write_bytes(video(**FORMS["ts"]))
     found = hostile_videos()
@@ -248,7 +248,7 @@ def hostile(tmp_path_factory):
     return folder, found
 
 
-def take_all(source, limits=MediaLimits()) -> int:
+def count_frames(source, limits=MediaLimits()) -> int:
     with open_video(source, limits) as clip:
         return sum(1 for _ in clip.frames(range(clip.num_frames)))
 
@@ -261,9 +261,9 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_malformed_videos_are_refused(hostile, monkeypatch, kind):
-    """Quickly, as files and as bytes; playlists do not open the video that they name."""
-    folder, found = hostile
+def test_malformed_videos_are_refused(hostile_files, monkeypatch, kind):
+    """As files and as bytes, within a time limit. Playlists do not open the video that they name."""
+    folder, found = hostile_files
     monkeypatch.chdir(folder)
     content, name = found[kind], NAMED.get(kind, "")
     for source in (f"{kind}.mp4", content):
@@ -271,18 +271,18 @@ def test_malformed_videos_are_refused(hostile, monkeypatch, kind):
             continue
         begin = time.perf_counter()
         with refused(DataError, repr(source) if isinstance(source, str) else "video 1 (bytes)", name) as caught:
-            take_all(source)
+            count_frames(source)
         assert time.perf_counter() - begin < SECONDS
         assert "0x" not in str(caught.value) and "Errno" not in str(caught.value)
 
 
-def test_wrong_counts_and_sizes_in_one_header_do_no_harm(hostile):
-    assert [take_all(hostile[1][name]) for name in ("claimed frames", "claimed pixels")] == [20, 20]
+def test_wrong_counts_and_sizes_in_one_header_are_harmless(hostile_files):
+    assert [count_frames(hostile_files[1][name]) for name in ("claimed frames", "claimed pixels")] == [20, 20]
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_too_many_frames_are_refused_before_one_is_decoded(videos, name, monkeypatch):
-    """By counting packets, whatever a header says."""
+def test_too_many_frames_are_refused_before_decoding(videos, name, monkeypatch):
+    """Packets are counted; counts in headers are not used."""
     monkeypatch.setattr("eqx_decoders.media_files.video._decode_frames", lambda *given: pytest.fail("decoded"))
     with (
         refused(DataError, "12 frames", "48 x 32 pixels", "MediaLimits.max_decoded_pixels"),
@@ -292,7 +292,7 @@ def test_too_many_frames_are_refused_before_one_is_decoded(videos, name, monkeyp
 
 
 @pytest.mark.slow
-def test_videos_share_the_pixels_that_are_decoded(videos, tmp_path):
+def test_videos_share_the_limit_of_decoded_pixels(videos, tmp_path):
     """Images share the limit of stored pixels, which is checked before the first one is decoded."""
     (tmp_path / "preprocessor_config.json").write_text('{"processor_class": "Qwen2_5_VLProcessor", "patch_size": 2}')
 
@@ -310,12 +310,12 @@ def test_videos_share_the_pixels_that_are_decoded(videos, tmp_path):
 
 @pytest.mark.slow(fast=("mp4", "h264"))
 @pytest.mark.parametrize("name", FORMS)
-def test_videos_that_end_early_are_refused_or_shorter(videos, name):
-    """If a file has its length in a header, truncation is an error."""
+def test_truncated_videos_are_refused_or_shorter(videos, name):
+    """Truncation is an error if the header of the format contains the length."""
     file = videos[name]
     for end in sorted({1, 4, 12, 40, 100, len(file) - 200, len(file) - 1, *range(0, len(file), len(file) // 6 + 1)}):
         try:
-            count = take_all(file[: max(end, 1)])
+            count = count_frames(file[: max(end, 1)])
         except DataError:
             continue
         assert count == 20 or (name not in CUT_IS_SEEN and 0 < count < 20), end
@@ -323,7 +323,7 @@ def test_videos_that_end_early_are_refused_or_shorter(videos, name):
 
 @pytest.mark.slow
 def test_damaged_videos_are_refused_or_read(videos):
-    """A few bytes of each differ."""
+    """A few random bytes of each video are changed."""
     generator = np.random.default_rng(0)
     for file in videos.values():
         for _ in range(6):
@@ -331,16 +331,16 @@ def test_damaged_videos_are_refused_or_read(videos):
             for place in generator.integers(0, min(len(file), 800), 4):
                 damaged[place] = generator.integers(0, 256)
             try:
-                take_all(bytes(damaged), MediaLimits(max_pixels=100_000, max_frames=100))
+                count_frames(bytes(damaged), MediaLimits(max_pixels=100_000, max_frames=100))
             except DataError as error:
                 assert_names(str(error), "video 1 (bytes)")
 
 
 @pytest.mark.parametrize(
-    "opened", [take_all, open_image, lambda source: open_audio(source, 16_000)], ids=["video", "image", "audio"]
+    "opened", [count_frames, open_image, lambda source: open_audio(source, 16_000)], ids=["video", "image", "audio"]
 )
 def test_only_files_are_opened(opened, tmp_path, monkeypatch):
-    """No addresses, nor names with a meaning for FFmpeg or libsndfile; nothing waits for a pipe."""
+    """URLs and names with a special meaning in FFmpeg or libsndfile are not opened, and named pipes do not block."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.mp4").write_bytes(video())
     os.mkfifo(tmp_path / "pipe")
@@ -362,13 +362,13 @@ def test_only_files_are_opened(opened, tmp_path, monkeypatch):
         assert time.perf_counter() - begin < SECONDS
 
 
-def test_links_and_odd_names_are_files(tmp_path, monkeypatch):
+def test_links_and_unusual_file_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("concat:a", "-", "%03d.mp4", "http:"):
-        (tmp_path / name).write_bytes(video(frames=grey_frames(2)))
+        (tmp_path / name).write_bytes(video(frames=gray_frames(2)))
         (tmp_path / "link").unlink(missing_ok=True)
         (tmp_path / "link").symlink_to(name)
-        assert take_all(name) == take_all("link") == 2
+        assert count_frames(name) == count_frames("link") == 2
     (tmp_path / "-").unlink()
     (tmp_path / "-").write_bytes(wav(audio(0.1)))
     assert len(open_audio("-", 16_000)) == 1600
@@ -383,7 +383,7 @@ def test_limits_of_videos(videos):
     ):
         for name in ("mp4", "mkv", "gif", "ts"):
             with refused(DataError, *named):
-                take_all(videos[name], limits)
+                count_frames(videos[name], limits)
 
 
 # --- audio -----------------------------------------------------------------------------------------------------------
@@ -396,8 +396,8 @@ def steps(rate: int, channels: int) -> np.ndarray:
 
 @pytest.mark.parametrize("rate", [8000, 16_000, 44_100, 48_000])
 @pytest.mark.parametrize("kind", ["PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT"])
-def test_audio_have_the_samples_of_the_file(kind, rate):
-    """The mean of two channels, resampled as librosa does: soxr at its high quality, `ceil` of the new length."""
+def test_audio_equals_the_resampled_mean_of_channels(kind, rate):
+    """Resampled as in librosa: soxr with high quality, and `ceil` of the new length."""
     given = steps(rate, 2)
     made = open_audio(wav(given, rate, kind), 16_000)
     error = {"PCM_U8": 2**-6, "PCM_16": 2**-14, "PCM_24": 1e-6, "PCM_32": 1e-6, "FLOAT": 1e-6}[kind]
@@ -409,14 +409,14 @@ def test_audio_have_the_samples_of_the_file(kind, rate):
 
 
 @pytest.mark.parametrize("form, kind", [("FLAC", "PCM_16"), ("AIFF", "PCM_16"), ("CAF", "FLOAT"), ("AU", "PCM_16")])
-def test_forms_that_lose_nothing(form, kind, tmp_path):
+def test_lossless_audio_formats(form, kind, tmp_path):
     path = tmp_path / "audio.bin"
     path.write_bytes(wav(steps(16_000, 1), 16_000, kind, form))
     assert_allclose(open_audio(path, 16_000), steps(16_000, 1)[:, 0], atol=2**-15)
 
 
 @pytest.mark.parametrize("form, kind", [("OGG", "VORBIS"), ("OGG", "OPUS"), ("MP3", "MPEG_LAYER_III")])
-def test_forms_that_sound_alike(form, kind):
+def test_lossy_audio_formats(form, kind):
     given = audio(1.0)
     made = open_audio(wav(given, 16_000, kind, form), 16_000)
     assert abs(len(made) - len(given)) < 2000
@@ -424,8 +424,8 @@ def test_forms_that_sound_alike(form, kind):
     assert np.abs(made - given).mean() < 0.15
 
 
-def test_long_audio_are_resampled_in_parts(monkeypatch):
-    """With the result of all at once, for which there need not be memory."""
+def test_long_audio_is_resampled_in_chunks(monkeypatch):
+    """The result equals resampling at once, which would need more memory."""
     monkeypatch.setattr("eqx_decoders.media_files.audio.CHUNK", 1000)
     given = np.random.default_rng(0).normal(0, 0.1, 30_011).astype(np.float32)
     known = soxr.resample(given, 44_100, 16_000, quality="soxr_hq")
@@ -444,11 +444,11 @@ FORMATS = "WAV, FLAC, Ogg Vorbis"
 
 
 def hostile_audio() -> dict[str, tuple[bytes, str]]:
-    """Malformed files by kind, and a name that the message has."""
+    """Return malformed files by kind, each with a word of the error message."""
     whole, flac = wav(audio(0.1)), wav(audio(0.1), form="FLAC")
     nan, infinite = audio(0.1), audio(0.1)
     nan[7], infinite[7] = np.nan, -np.inf
-    length = int.from_bytes(flac[21:26], "big")  # of which the lower 36 bits are the number of samples
+    length = int.from_bytes(flac[21:26], "big")  # the lower 36 bits are the number of samples
     return {
         "zeros": (bytes(5000), FORMATS),
         "text": (b"this is no audio. " * 100, FORMATS),
@@ -485,8 +485,8 @@ def test_malformed_audio_is_refused(kind, tmp_path):
         assert "0x" not in str(caught.value)
 
 
-def test_odd_audio_that_are_read():
-    """Many channels; and what a program writes that streams a file, not knowing how long it gets."""
+def test_unusual_audio_files_are_read():
+    """A file with many channels, and a streamed WAV file whose header has no length."""
     given = audio(0.1)
     many = wav(np.repeat(given[:, None], 255, axis=1))
     assert_allclose(open_audio(many, 16_000), given, atol=2**-14)
@@ -498,7 +498,7 @@ def test_odd_audio_that_are_read():
 @pytest.mark.parametrize(
     "form, kind", [("WAV", "PCM_16"), ("FLAC", "PCM_16"), ("OGG", "VORBIS"), ("MP3", "MPEG_LAYER_III")]
 )
-def test_audio_that_end_early_are_refused_or_shorter(form, kind):
+def test_truncated_audio_is_refused_or_shorter(form, kind):
     file = wav(audio(0.2), kind=kind, form=form)
     for end in sorted({1, 4, 12, 44, 50, len(file) - 1, *range(1, len(file), len(file) // 8)}):
         try:
@@ -520,7 +520,7 @@ def test_limits_of_audio():
 # --- images, memory -------------------------------------------------------------------------------------------------
 
 
-def test_images_that_are_bombs_or_damaged():
+def test_image_bombs_and_damaged_images():
     whole = image("RGB", 30, 20)
     for width, height in ((100_000, 100_000), (2**31 - 1, 2**31 - 1)):
         with refused(DataError, "image 1 (bytes)", f"{width * height} pixels"):
@@ -567,8 +567,8 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="Linux tells what memory a process has")
-def test_small_files_take_no_large_memory(tmp_path):
-    """Two minutes of silence at 500 kHz in a few kilobytes, and videos whose headers claim more than there is."""
+def test_small_files_do_not_use_much_memory(tmp_path):
+    """Two minutes of silence at 500 kHz in a few kilobytes, and videos with too large sizes in their headers."""
     (tmp_path / "small.flac").write_bytes(wav(audio(0.1), 44_100, form="FLAC"))
     (tmp_path / "small.video").write_bytes(video())
     with soundfile.SoundFile(tmp_path / "bomb.flac", "w", samplerate=500_000, channels=1, subtype="PCM_16") as file:

@@ -46,7 +46,7 @@ from eqx_decoders.media_files.video import Video, open_video
 from tests.compare import assert_allclose
 from tests.encoders.directories import tokenizer_with, vision_directory
 from tests.errors import refused
-from tests.io.processors.media_files import IMAGES, PHI4_AUDIO, SECONDS, VIDEOS, audio, image, shown, video_frames
+from tests.io.processors.media_files import IMAGES, PHI4_AUDIO, SECONDS, VIDEOS, audio, image, summary_of, video_frames
 
 
 pytest.importorskip("PIL")
@@ -86,19 +86,19 @@ def test_images_equal_those_of_transformers(family, name):
     assert "text" not in keys or processed.text == str(EXPECTED[f"{family}/{name}/text"])
     for key in set(made) & set(keys):
         assert list(made[key].shape) == EXPECTED[f"{family}/{name}/{key}/shape"].tolist(), key
-        assert_allclose(shown(made[key]), EXPECTED[f"{family}/{name}/{key}"], atol=1e-5, err_msg=key)
+        assert_allclose(summary_of(made[key]), EXPECTED[f"{family}/{name}/{key}"], atol=1e-5, err_msg=key)
 
 
 @pytest.mark.parametrize("seconds", SECONDS)
-def test_spectra_equal_those_of_transformers(seconds):
-    """Its forms in torch and NumPy differ by 5e-5; ours equals the one in NumPy to 1e-7."""
+def test_spectrograms_match_transformers(seconds):
+    """transformers' torch and NumPy results differ by 5e-5. Ours differ from the NumPy result by 1e-7."""
     made = LogMel()(audio(seconds))
     known = EXPECTED[f"sound/{seconds}/input_features"]
     assert [1, *made.shape] == EXPECTED[f"sound/{seconds}/input_features/shape"].tolist()
-    assert_allclose(shown(made[None]), known, atol=1e-4)
+    assert_allclose(summary_of(made[None]), known, atol=1e-4)
 
 
-def test_spectra_of_phi_4_equal_those_of_transformers():
+def test_spectrograms_of_phi_4_match_transformers():
     known = np.load(FIXTURES / "gemma_audio.npz")
     clips = [audio(seconds) for seconds in PHI4_AUDIO]
     made, texts = Phi4AudioProcessor().process_all(clips, LIMITS, ["one", "two", "three"])
@@ -106,7 +106,7 @@ def test_spectra_of_phi_4_equal_those_of_transformers():
     assert made["audio_embed_sizes"].tolist() == [text.count("<|audio|>") for text in texts] == sizes
     counts = made["audio_attention_mask"].sum(axis=1)
     for count, spectrum in zip(counts, made["audio_input_features"], strict=True):
-        assert_allclose(shown(spectrum[:count]), known[f"phi4/{count}"], atol=1e-4)
+        assert_allclose(summary_of(spectrum[:count]), known[f"phi4/{count}"], atol=1e-4)
     with refused(DataError, "one has 399 samples", "400"):
         Phi4AudioProcessor().process_all([clips[0][:399]], LIMITS, ["one"])
 
@@ -176,7 +176,7 @@ def test_videos_equal_those_of_transformers(name, tmp_path):
     assert arrays.keys() == set(keys)
     for key, array in arrays.items():
         assert list(array.shape) == OF_VIDEOS[f"{name}/{key}/shape"].tolist(), key
-        assert_allclose(shown(array), OF_VIDEOS[f"{name}/{key}"], atol=1e-6, err_msg=key)
+        assert_allclose(summary_of(array), OF_VIDEOS[f"{name}/{key}"], atol=1e-6, err_msg=key)
 
 
 def test_videos_have_separate_limits():
@@ -205,7 +205,7 @@ def test_settings_of_videos_are_checked(tmp_path):
         video_rules(tmp_path, "gemma4", {"fps": 2, "num_frames": 8})
 
 
-def test_numbers_have_words():
+def test_numbers_are_written_as_words():
     found = [in_words(number) for number in (0, 13, 20, 64, 100, 115, 1000, 1001, 101_100, 2_000_000)]
     tens = ["zero", "thirteen", "twenty", "sixty-four", "one hundred", "one hundred and fifteen"]
     large = ["one thousand", "one thousand and one", "one hundred and one thousand, one hundred", "two million"]
@@ -277,7 +277,7 @@ def test_malformed_images_are_refused(kind):
         open_image(broken(kind), LIMITS, "image 'x.png'")
 
 
-def test_sizes_are_bounded_before_anything_is_decoded():
+def test_sizes_are_checked_before_decoding():
     with refused(DataError, "1,000 x 1,000", "MediaLimits.max_pixels=10,000"):
         open_image(image("RGB", 1000, 1000), MediaLimits(max_pixels=10_000), "x")
     with refused(DataError, "1,000 x 1,000", "MediaLimits.max_pixels=10,000"):

@@ -55,7 +55,7 @@ def test_errors_that_the_template_raises_are_reported(recorded, template):
         template.render(recorded["refused"])
 
 
-# What transformers 5.23 makes of each, of a user's message " Hi <b> é\\n" and an assistant's.
+# Results of transformers 5.23 for a user message " Hi <b> é\\n" and an assistant message.
 FEATURES = {
     "blocks are trimmed and stripped": ("a\n  {% if true %}\n  b\n  {% endif %}\n\nc\n", "a\n  b\n\nc"),
     "comments": ("a{# b #}\n  {# c #}\nd", "ad"),
@@ -113,7 +113,7 @@ def test_template_language_equals_that_of_transformers(name):
 
 
 CALLED = "{{ m.tool_calls[0].function.name }}({{ m.tool_calls[0].function.arguments }})"
-# Forms in which published templates take a message with a tool call and without content, and the rendered text.
+# Forms in which published templates accept a message with a tool call and without content, and the rendered text.
 SILENT = {
     "None is asked for": (
         "{% if m.content is none %}" + CALLED + "{% else %}{{ m.content + '!' }}{% endif %}",
@@ -142,7 +142,7 @@ SILENT = {
 @pytest.mark.parametrize("text", [False, True], ids=["object", "text"])
 @pytest.mark.parametrize("content", [{}, {"content": None}], ids=["no content", "None"])
 @pytest.mark.parametrize("name", SILENT)
-def test_tool_calls_are_passed_in_the_form_that_the_template_takes(name, content, text):
+def test_tool_calls_are_passed_in_the_form_of_the_template(name, content, text):
     source, expected = SILENT[name]
     call = {"type": "function", "function": {"name": "f", "arguments": "{}" if text else {}}}
     template = ChatTemplate(source="{% for m in messages %}" + source + "{% endfor %}")
@@ -155,7 +155,7 @@ def test_tool_calls_are_passed_in_the_form_that_the_template_takes(name, content
 
 
 @pytest.mark.slow
-def test_arguments_that_the_template_takes_are_passed_unchanged():
+def test_arguments_that_the_template_accepts_are_unchanged():
     source = (
         "{% for m in messages %}{{ m.content is none }}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}"
     )
@@ -191,7 +191,7 @@ IN_PYTHON = "{% for m in messages %}{{ m.role }}:{{ m.content if m.content is no
     [(PARTS, "user:hello;"), (EITHER, "user:hello;"), (IN_PYTHON, "user:;")],
     ids=["parts", "either", "python"],
 )
-def test_texts_become_parts_if_a_template_only_writes_parts(source, text):
+def test_texts_become_parts_if_a_template_requires_parts(source, text):
     assert ChatTemplate(source=source).render(HELLO) == text
 
 
@@ -203,7 +203,7 @@ def test_strftime_now_is_the_local_time():
 
 # --- hostile templates ------------------------------------------------------------------------------------------------
 
-TIME = r"\b0\.3 s"  # the limit that the test sets
+TIME = r"\b0\.3 s"  # the limit in the test
 HOSTILE = {  # templates, and the Python error or the limit that the message names
     "class": ("{{ messages.__class__ }}", "SecurityError"),
     "subclasses": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
@@ -311,7 +311,8 @@ def test_a_template_file_gets_the_special_tokens_of_the_directory(tmp_path):
         load_chat_template(FIXTURE, file=tmp_path / "none.jinja")
 
 
-# --- what is asked ----------------------------------------------------------------------------------------------------
+# --- messages and templates
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -371,7 +372,7 @@ def test_the_missing_package_is_named(monkeypatch):
         ChatTemplate(source="hi").render(HELLO)
 
 
-# --- where it is ------------------------------------------------------------------------------------------------------
+# --- template files ---------------------------------------------------------------------------------------------------
 
 
 def written(folder: Path, **files) -> Path:

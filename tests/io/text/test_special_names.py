@@ -1,4 +1,4 @@
-"""Names of special tokens in messages are encoded as plain text if the template is set so."""
+"""Names of special tokens in message content are encoded as plain text if the template is configured to do so."""
 
 import dataclasses
 import json
@@ -68,9 +68,9 @@ def test_finds_the_longest_of_overlapping_names():
     [
         ("hello", []),
         ("a<|end|>b<|user|><|end|>", ["<|end|>", "<|user|>", "<|end|>"]),
-        ("a <", ["<"]),  # `<` and what the template writes behind it could be a name
+        ("a <", ["<"]),  # `<` and the following text of the template could form a name
         ([{"text": "x<|en"}, {"text": "d|>y"}], ["<|en"]),
-        ("\ue000<|end|>\ue001", ["<|end|>"]),  # letters of private use are no marks
+        ("\ue000<|end|>\ue001", ["<|end|>"]),  # characters of the private use area are not markers
     ],
     ids=["no name", "names", "start of a name", "parts", "private use"],
 )
@@ -114,7 +114,7 @@ def test_names_in_messages_give_no_special_tokens(tokenizer, template, content):
 
 
 def inner_of(kind: str):
-    """Tokenizers of other kinds, with special tokens in their vocabularies, too."""
+    """Return tokenizers of other kinds, whose vocabularies also contain special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     if kind == "unigram":
@@ -140,7 +140,7 @@ def test_special_tokens_in_the_vocabulary_are_not_found_as_letters(kind):
     ids = tokenizer.encode(text, special=True, literal=[(6, 10)]).tolist()
     assert ids.count(1) == 1 and ids.count(2) == 1 and ids[0] == 1
     assert tokenizer.encode(text, special=True).tolist().count(2) == 2
-    # nothing else is changed: neither blanks that a special token swallows nor those that a first word gets
+    # nothing else changes: special tokens strip the same spaces, and the first word gets the same prefix
     renamed = tokenizer.renamed
     assert (
         renamed.inner.encode(renamed.text(text, []), add_special_tokens=False).ids

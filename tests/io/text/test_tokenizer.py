@@ -164,12 +164,12 @@ def test_the_missing_package_is_named(monkeypatch):
         train_bpe(TEXTS, 300)
 
 
-# --- directories from elsewhere ---------------------------------------------------------------------------------------
+# --- published directories --------------------------------------------------------------------------------------------
 
 PUBLISHED = Path(__file__).parents[2] / "fixtures" / "chat_llama"
 
 
-# names a token that it does not list: the package panics when it encodes
+# names an unlisted token, which makes the package panic during encoding
 UNLISTED_TOKEN = {
     "type": "TemplateProcessing",
     "single": [{"SpecialToken": {"id": "x", "type_id": 0}}],
@@ -242,7 +242,7 @@ def test_malformed_tokenizer_files_are_refused(tmp_path, edit, named):
 
 
 @pytest.mark.parametrize("token", [["<|end|>"], {"content": 3}], ids=["list", "number"])
-def test_special_tokens_that_are_no_text_are_refused(tmp_path, token):
+def test_special_tokens_that_are_not_text_are_refused(tmp_path, token):
     with refused(ConversionError, f"eos_token={token}"):
         load_tokenizer(published(tmp_path, "tokenizer_config.json", eos_token=token))
 
@@ -270,7 +270,7 @@ def test_other_threads_run_while_a_text_is_encoded():
     turns, interval = 0, sys.getswitchinterval()
 
     def encode():
-        sys.setswitchinterval(10.0)  # nobody takes the interpreter's lock away: it has to be given
+        sys.setswitchinterval(10.0)  # the switch interval is so long that the lock must be released explicitly
         seen.append(turns)
         tokenizer.encode(text)
         seen.append(turns)
@@ -279,7 +279,7 @@ def test_other_threads_run_while_a_text_is_encoded():
     try:
         thread.start()
         while thread.is_alive():
-            time.sleep(0)  # which gives it
+            time.sleep(0)  # releases the lock
             turns += 1
     finally:
         sys.setswitchinterval(interval)

@@ -1,4 +1,4 @@
-"""Tokenizer files of tekken, tiktoken and SentencePiece give the ids of these libraries."""
+"""Tokenizer files of tekken, tiktoken and SentencePiece give the ids of the original libraries."""
 
 import base64
 import importlib.util
@@ -23,7 +23,7 @@ HARD = ["", " ", "  ", "a  b", " hello", "hello\n\n world \t x", "naïve é ÅΩ
 HARD += ["日本語のテキスト 한국어", "a" * 40, "    def f(x):\n\t\treturn x+1\r\n", "\ufeffa", "I'LL don't WE'RE"]
 HARD += ["<s>hi</s> [INST]", "<0x0A>", "▁x ▁", "a ▁ b", "\u200b\u00a0x", "\x00\x7f", "====----", "ABCdefGHI_jkl"]
 HARD += ["العربية हिन्दी", " " * 33, "\n" * 17, "ﬁ Ⅳ ①", "x\u0300\u0300"]
-# what tokenizers are trained on; models without `<` find `<s>` in texts
+# training texts; models without `<` find `<s>` in texts
 SOURCE = "\n".join([(Path(__file__).parents[3] / "LICENSE").read_text(), *HARD, *[string.punctuation] * 5])
 
 
@@ -34,7 +34,7 @@ def texts() -> list[str]:
 
 
 def ranks() -> dict[bytes, int]:
-    """The ranks of all bytes and of the pieces that a trained BPE merges."""
+    """Return the ranks of all bytes and of the merges of a trained BPE."""
     letters = {letter: byte for byte, letter in enumerate(byte_characters())}
     names = sorted(json.loads(train_bpe([SOURCE] * 2, 700).to_json())["model"]["vocab"].items(), key=lambda one: one[1])
     pieces = [bytes(letters[letter] for letter in name) for name, _ in names if name != END_OF_TEXT]
@@ -148,8 +148,9 @@ def test_ids_equal_those_of_sentencepiece(kind, blanks, fallback, prefix, tmp_pa
     for text in texts():
         ids = tokenizer.encode(text).tolist()
         want = theirs.encode(text)
-        assert ids == want or (kind == "unigram" and sorted(ids) == sorted(want)), text  # 1 11 is as good as 11 1
-        if fallback and not blanks:  # else unknown pieces and blanks at the begin are written in another way
+        # pieces of equal score: 1 11 and 11 1 are equivalent
+        assert ids == want or (kind == "unigram" and sorted(ids) == sorted(want)), text
+        if fallback and not blanks:  # otherwise unknown pieces and initial spaces are written in another way
             assert tokenizer.decode(ids) == theirs.decode(ids), text
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (1, 2, len(theirs))
     assert tokenizer.encode("<s>a</s>", special=True).tolist()[::2] == [1, 2] or prefix
@@ -167,7 +168,7 @@ def test_ids_equal_those_of_sentencepiece(kind, blanks, fallback, prefix, tmp_pa
     ],
     ids=["unknown ranks", "no model", "no config", "no ranks", "another file"],
 )
-def test_files_that_are_no_tokenizer_are_refused(name, content, named, tmp_path):
+def test_files_that_are_not_tokenizers_are_refused(name, content, named, tmp_path):
     (tmp_path / name).write_text(content)
     with refused(DataError, tmp_path, *named):
         load_tokenizer(tmp_path)
@@ -225,7 +226,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_published_tokenizers_of_mistral():
-    """Files that the package mistral-common brings (`make test-slow` installs it), against the libraries."""
+    """The files are part of the package mistral-common (installed by `make test-slow`), which is also the reference."""
     import sentencepiece
     import tiktoken
 

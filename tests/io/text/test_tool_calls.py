@@ -23,7 +23,7 @@ TOOLS = [
 
 
 def written(calls, form):
-    """Calls as models write them."""
+    """Return tool calls in the formats of the models."""
     plain = [{"name": each.name, "arguments": each.arguments} for each in calls]
     if form == "hermes":
         return "\n".join(f"<tool_call>\n{json.dumps(each)}\n</tool_call>" for each in plain)
@@ -40,7 +40,7 @@ def written(calls, form):
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral", "qwen3_coder"])
-def test_calls_that_are_written_are_read(form):
+def test_parses_calls_in_all_formats(form):
     content = "" if form == "llama3_json" else "I'll see."
     for count in (1, 2, 3):
         text = f"{content}\n{written(CALLS[:count], form)}\n"
@@ -58,7 +58,7 @@ def test_calls_that_are_written_are_read(form):
     assert found.calls == (CALLS[0],) and found.content.endswith(end)
 
 
-def test_calls_among_the_messages_of_gpt_oss_are_read():
+def test_parses_calls_between_messages_of_gpt_oss():
     header = " to=functions.{}<|channel|>commentary json<|message|>{}"
     asks = [header.format(each.name, json.dumps(each.arguments)) for each in CALLS]
     said = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>I'll see.<|end|>"

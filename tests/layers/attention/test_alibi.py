@@ -1,4 +1,4 @@
-"""Linear biases: slopes of the paper, and biases that are rounded."""
+"""ALiBi: slopes of the paper, and biases in 16 bits."""
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -16,7 +16,7 @@ def test_slopes(heads):
 
 
 def test_rounded_biases_match_16_bits():
-    """Products of rounded slopes and positions; keys beyond 256 share a bias with their neighbors."""
+    """Products of rounded slopes and positions. From position 256 on, neighboring keys share a bias."""
 
     def low(x):
         return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)

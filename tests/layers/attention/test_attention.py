@@ -64,7 +64,7 @@ def test_attention_matches_a_loop(options):
 
 
 def test_shared_keys_and_values_match_the_other_layer():
-    """With the same queries and output: the same result, and nothing to remember."""
+    """With equal queries and output weights, the result is equal, and nothing is cached."""
     giver = drawn(lambda key: attention(qk_norm=QKNorm(norm=RMS), qkv_bias=True).build(6, key=key))
     taker = attention(qk_norm=QKNorm(norm=RMS), qkv_bias=True, kv_shared_from="giver")
     layer = drawn(lambda key: taker.build(6, key=key))
@@ -85,7 +85,7 @@ def test_shared_keys_and_values_match_the_other_layer():
 
 
 def test_query_temperature_grows_with_positions():
-    """A query at position p is that of a layer whose scale is `1 + 0.5 ln(1 + floor((p + 1) / 2))` times as large."""
+    """A query at position p is multiplied by `1 + 0.5 ln(1 + floor((p + 1) / 2))`."""
     options = dict(head_dim=6, num_kv_heads=1, query_scale=0.3)
     layer = drawn(lambda key: attention(temperature=QueryTemperature(scale=0.5, length=2), **options).build(6, key=key))
     x = normal(2, 7, 6)
@@ -103,7 +103,7 @@ def test_query_temperature_grows_with_positions():
 
 
 def test_kernel_receives_platform_and_alignment(monkeypatch):
-    """Which kernel, on which platform, and that a call's own keys are its queries' tokens: these change no value."""
+    """Kernel name, platform, and whether keys and queries are the same tokens. These do not change values."""
     calls = []
 
     def recording(inputs, options, kernel):

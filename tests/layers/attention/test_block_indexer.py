@@ -1,4 +1,4 @@
-"""Blocks of keys that an indexer chooses, against a loop in NumPy, in documents of a row and over a cache."""
+"""Selection of key blocks by an indexer against a loop in NumPy, for packed documents and with a cache."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ X = normal(2, 21, 5)
 
 
 def chosen_by_hand(layer, x):
-    """`batch heads length length`: what each query head attends to."""
+    """Return `batch heads length length`: the keys that each query head attends to."""
     indexer, (batch, length, _) = layer.indexer, x.shape
     table = plain_frequencies(10.0, 4)
 
@@ -79,7 +79,7 @@ POOLED = dataclasses.replace(
 
 
 def pooled_by_hand(layer, x, positions, local):
-    """`batch length length`: of the complete blocks the two best means, and the block that is not complete."""
+    """Return `batch length length`: the two complete blocks with the best means, and the incomplete block."""
     indexer, table = layer.indexer, plain_frequencies(10.0, 4)
 
     def rotated(norm, vector, position):
@@ -112,7 +112,7 @@ def test_blocks_selected_by_mean_keys_match_the_loop(local):
     """Also where the context does not say that positions are contiguous."""
     config = dataclasses.replace(POOLED, selection=dataclasses.replace(POOLED.selection, local_blocks=local))
     layer, positions = drawn(lambda key: config.build(5, key=key)), POSITIONS.copy()
-    positions[1, 2:] -= 5  # documents from their beginning
+    positions[1, 2:] -= 5  # documents start at position 0
     want = pooled_by_hand(layer, wide(X), positions, local)
     for contiguous in (False, True):
         ctx = dataclasses.replace(context(positions, SEGMENTS), documents_are_contiguous=contiguous)
@@ -134,18 +134,18 @@ def decoder(**options) -> ed.DecoderConfig:
 @pytest.mark.parametrize("local", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["products", "largest", "means"])
 def test_blocks_without_keys_are_never_selected(kind, local):
-    """In a row whose positions start far above 0, and whose cache has empty slots."""
+    """Positions of the row start far above 0, and the cache has empty slots."""
     selection = {
         "products": BlockSelection(size=3, top_k=3, local_blocks=local),
         "largest": BlockIndexerConfig(size=3, top_k=3, local_blocks=local, num_heads=2, head_dim=4),
         "means": PooledIndexerConfig(size=3, top_k=3, local_blocks=local, num_heads=2, head_dim=4),
     }[kind]
     count, draws = 9, np.random.default_rng(0)
-    occupied = np.isin(np.arange(count), [4, 5, 8])[None]  # blocks that have a key
+    occupied = np.isin(np.arange(count), [4, 5, 8])[None]  # blocks with keys
     heads = selection.num_selections(2)
     query, key = (draws.normal(size=(1, 2, 2, 4)).astype(np.float32) for _ in range(2))
     past_positions = jnp.asarray([[12, 14, 16, -1, -1, -1]], jnp.int32)
-    positions = jnp.asarray([[25, 26]], jnp.int32)  # of block 8
+    positions = jnp.asarray([[25, 26]], jnp.int32)  # in block 8
     past = -np.abs(draws.normal(size=(1, 6, 1 if kind != "products" else 2, 4))).astype(np.float32)
     present = key if kind == "products" else key[:, :, :1]
     parts = [(past_positions // 3, jnp.asarray(past)), (positions // 3, jnp.asarray(present))]

@@ -1,4 +1,4 @@
-"""Attention on a mesh equals attention on one device, in values and gradients, and moves keys and values alone."""
+"""Attention on a mesh equals attention on one device, in values and gradients, and transfers only keys and values."""
 
 import functools
 
@@ -29,7 +29,7 @@ ALIBI = Alibi(max_exponent=3.0)
 
 @functools.partial(jax.jit, static_argnames=("function", "options"))
 def results(function, options, qkv, weights, places):
-    """Values, and the gradients of a loss that depends on both results."""
+    """Return values, and the gradients of a loss that depends on both results."""
 
     def loss(qkv):
         out, lse = function(*qkv, **places, **dict(options))
@@ -44,7 +44,7 @@ def check(
     sizes, qkv, places, *, kernel="chunked", order="plain", form="gather", aligned=True, key_axis="length",
     contiguous=False, **options
 ):  # fmt: skip
-    """`run_attention` against the plainest kernel on one device."""
+    """Compare `run_attention` with the plain kernel on one device."""
     layout = ed.Layout.create(**sizes)
     execution = Execution(layout=layout, attention=kernel, context_order=order, context_form=form)
     meshed = options | dict(execution=execution, aligned=aligned, key_axis=key_axis, contiguous=contiguous)
@@ -54,7 +54,7 @@ def check(
 
 
 def selection(heads, length, kv_length):
-    """Bits for all heads alike; for each, a choice of groups of keys."""
+    """Return a selection of keys for all heads, or a selection of key groups for each head."""
     random = np.random.default_rng(3)
     if heads == 1:
         return Selection(pack_lanes(jnp.asarray(random.random((2, heads, length, kv_length)) < 0.2)))
@@ -74,15 +74,15 @@ def selection(heads, length, kv_length):
     ],
 )
 def test_packed_rows_with_spans(sizes, kernel, options):
-    """Documents, padding, spans across shards, narrow values, and half as many heads of keys."""
+    """Documents, padding, spans across shards, narrow values, and two query heads per key head."""
     check(sizes, make(64, value_dim=5), packed_places(64, spans=options["mask"] != Causal()), kernel=kernel, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(200)])
 @pytest.mark.parametrize("order", ["plain", "zigzag"])
-def test_loops_over_blocks(mask, order):
-    """Blocks of queries of one device against blocks of all keys, by positions."""
+def test_chunked_loops(mask, order):
+    """Query blocks of one device against the blocks of all keys, compared by positions."""
     length = 1072
     qkv, places = make(length, heads=2, kv_heads=1, dim=4, value_dim=4), packed_places(length)
     if order == "zigzag":
@@ -105,7 +105,7 @@ def test_loops_over_blocks(mask, order):
     ],
 )
 def test_fewer_key_heads_than_devices(sizes, heads, kv_heads):
-    """Every device takes those that its queries use: one, some, or each for fewer queries than it is for."""
+    """Each device receives the key heads that its query heads use."""
     check(sizes, make(16, heads=heads, kv_heads=kv_heads), packed_places(16), mask=Causal(), kernel="dot")
 
 
@@ -139,9 +139,11 @@ def test_dimensions_that_the_mesh_does_not_divide_are_replicated(sizes, batch, l
         ),
     ],
 )
-def test_the_slots_of_a_cache(length, kv_heads, options):
-    """Keys in any order, some of them empty, all of a device's, too; each device has its own, unless a row of the table
-    says that all have all. Of queries that see nothing nothing comes."""
+def test_sharded_cache_slots(length, kv_heads, options):
+    """Keys in any order, with empty slots, also all slots of a device; sharded or replicated slots.
+
+    Queries without visible keys give zeros.
+    """
     order = np.random.default_rng(0).permutation(24)
     slots = jnp.asarray(
         np.where((order % 7 == 3) | (np.arange(24) < 12)[::-1], -1, order)[None].repeat(2, 0), jnp.int32
@@ -154,7 +156,7 @@ def test_the_slots_of_a_cache(length, kv_heads, options):
 
 
 def test_cache_slots_are_not_gathered():
-    """Of a step with a past on context=4: results of all queries are added up, and none of the past is gathered."""
+    """In a step with a cache on context=4, results of queries are summed, and the cache is not gathered."""
     layout = ed.Layout.create(**LONG)
     execution = Execution(layout=layout)
 
@@ -178,15 +180,15 @@ def test_cache_slots_are_not_gathered():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [16, 12])
-def test_tokens_need_not_be_in_the_declared_order(length):
-    """Positions decide. Twelve tokens are in no zig-zag over four devices."""
+def test_undeclared_token_order_gives_correct_results(length):
+    """Positions decide. Twelve tokens cannot be in zigzag order on four devices."""
     check(LONG, make(length), packed_places(length), mask=Causal(), order="zigzag", aligned=False, kernel="dot")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (12, 3)])
 def test_axis_that_shards_heads_does_not_shard_the_length_of_keys(heads, kv_heads):
-    """A mesh axis that splits the heads of queries cannot split the length of keys, too."""
+    """A mesh axis that shards the query heads cannot also shard the length of keys."""
     table = {name: row for name, row in ACTIVATIONS.items() if name != "kv_heads"}
     qkv = make(16, heads=heads, kv_heads=kv_heads)
     check(SEQUENCE | dict(activations=table), qkv, packed_places(16), mask=Causal())
@@ -205,7 +207,7 @@ def test_axis_that_shards_heads_does_not_shard_the_length_of_keys(heads, kv_head
 )
 @pytest.mark.parametrize("chosen", [0, 1])
 def test_all_to_all_exchanges_heads_for_tokens(sizes, heads, kv_heads, options, chosen):
-    """Each device attends with all tokens of some heads; where these cannot be divided, by gathering."""
+    """Each device attends to all tokens with some heads, or gathers if the heads cannot be divided."""
     places = packed_places(32, spans=True)
     places |= {"selected": selection(heads if options["mask"] == Causal() else 1, 32, 32)} if chosen else {}
     qkv = make(32, heads=heads, kv_heads=kv_heads, value_dim=5)
@@ -217,7 +219,7 @@ def lines(text: str, operation: str) -> list[str]:
 
 
 def step_text(heads: int, kv_heads: int, form: str) -> str:
-    """The program of a step on context=4."""
+    """Return the compiled program of a step on context=4."""
     layout = ed.Layout.create(**LONG)
     execution = Execution(layout=layout, attention="chunked", context_form=form)
     counts = {"heads": heads, "kv_heads": kv_heads}
@@ -247,7 +249,7 @@ def test_all_to_all_does_not_gather():
 
 
 def test_keys_and_values_are_gathered_and_queries_are_not():
-    """Of a step on context=4: two gathers, and two sums that are scattered, of one head each; and nothing else."""
+    """A step on context=4 has two all-gathers and two reduce-scatters of one head each, and no other collective."""
     text = step_text(6, 1, "gather")
     gathers = lines(text, "all-gather")
     assert sum("f32" in line for line in gathers) == 2, gathers
@@ -257,8 +259,8 @@ def test_keys_and_values_are_gathered_and_queries_are_not():
     assert not any(lines(text, other) for other in ("all-reduce", "all-to-all", "collective-permute"))
 
 
-def products_with_and_without_context(execution: Execution) -> dict[str, int]:
-    """How many products the gradient of two layers has that save "context", or nothing."""
+def product_counts(execution: Execution) -> dict[str, int]:
+    """Return the number of products in the gradient of two layers that save "context", or nothing."""
     positions = plain(32)
 
     def loss(policy):
@@ -276,6 +278,6 @@ def products_with_and_without_context(execution: Execution) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_context_saves_the_recomputation():
-    """Names are saved out of what is mapped: as on one device the backward pass has five products, not seven."""
+    """Checkpoint names are saved outside of shard_map: five products in the backward pass, not seven."""
     execution = Execution(layout=ed.Layout.create(**LONG), attention="chunked")
-    assert products_with_and_without_context(execution) == {"context": 14, "nothing": 18}
+    assert product_counts(execution) == {"context": 14, "nothing": 18}

@@ -1,4 +1,4 @@
-"""Sparse attention: which keys an indexer selects, against a loop in NumPy; what it learns; and decoding."""
+"""Sparse attention: selection by an indexer against a loop in NumPy, its training loss, and decoding."""
 
 import dataclasses
 
@@ -49,7 +49,7 @@ INDEXER = IndexerConfig(num_heads=5, head_dim=6, top_k=2)
 
 
 def scores_by_hand(layer, x, positions, segments):
-    """`batch length length`; -inf where a key is not seen."""
+    """Return `batch length length`; -inf for invisible keys."""
     pairing = layer.config.indexer.pairing
     config, w = layer.config, weights_of(layer)
     heads, head_dim = config.indexer.num_heads, config.indexer.head_dim
@@ -81,7 +81,7 @@ def chosen_by_hand(scores, top_k):
 
 
 def shares_by_hand(layer, x, positions, chosen):
-    """`batch length heads length`: the weights of attention over the chosen keys; and the layer's output."""
+    """Return `batch length heads length`, attention weights over the selected keys, and the output of the layer."""
     config, w = layer.config, weights_of(layer)
     shares, out = np.zeros((*x.shape[:2], config.num_heads, x.shape[1])), np.zeros(x.shape)
     for b, t in np.ndindex(x.shape[:2]):
@@ -112,7 +112,7 @@ def test_layer_attends_to_the_keys_that_a_loop_selects(pairing):
     out, entries = apply(layer, jnp.asarray(X), context(POSITIONS, SEGMENTS))
     scores = scores_by_hand(layer, wide(X), POSITIONS, SEGMENTS)
     chosen = chosen_by_hand(scores, 2)
-    assert (chosen.sum(-1) < (scores > -np.inf).sum(-1)).sum() > 4  # something is left out
+    assert (chosen.sum(-1) < (scores > -np.inf).sum(-1)).sum() > 4  # some keys are not selected
     assert_close(out, shares_by_hand(layer, wide(X), POSITIONS, chosen)[1], units=128)
     assert entries["latents"].key.shape == (2, 7, 1, 10) and entries["index"].key.shape == (2, 7, 1, 6)
     other = eqx.tree_at(lambda each: each.indexer.key_norm.bias, layer, layer.indexer.key_norm.bias + 3)
@@ -128,7 +128,7 @@ def test_indexer_has_a_separate_rope_pairing():
 
 @pytest.mark.slow
 def test_layer_reuses_the_selection_of_an_earlier_layer():
-    """Without an indexer, and without keys of one in its cache."""
+    """The later layer has no indexer and no indexer keys in its cache."""
     giver = drawn(indexer=dataclasses.replace(INDEXER, shares_as="it"))
     taker = drawn(indexer=dataclasses.replace(INDEXER, shared_from="it"), rope=Rope(theta=7.0))
     assert taker.indexer is None and isinstance(taker.config.cache_shape(8), KVShape)
@@ -143,7 +143,7 @@ def test_layer_reuses_the_selection_of_an_earlier_layer():
 
 @pytest.mark.slow
 def test_top_k_mask():
-    """With ties, of which the first count, zeros of both signs, and rows where nothing can be chosen."""
+    """With ties, of which the first ones count, zeros of both signs, and rows without candidates."""
     draws = np.random.default_rng(0).normal(size=(4, 50, 37)).astype(np.float32)
     draws[1] = np.round(draws[1] * 2)
     draws[2] = np.where(np.abs(draws[2]) < 0.7, np.copysign(0.0, draws[2]), draws[2])
@@ -154,7 +154,7 @@ def test_top_k_mask():
             assert set(np.flatnonzero(found[at])) == set(best(list(draws[at]), count)), (at, count)
 
 
-# --- what it learns ---
+# --- training loss ---
 
 
 def learning(warmup: bool, top_k: int = 2, weight: float = 0.5) -> IndexerConfig:
@@ -168,7 +168,7 @@ def learning(warmup: bool, top_k: int = 2, weight: float = 0.5) -> IndexerConfig
     ids=["sparse", "sparse in blocks", "warmup", "few keys"],
 )
 def test_loss_is_the_divergence_from_attention_over_selected_keys(warmup, top_k, tile, monkeypatch):
-    """The divergence by a loop; its gradient moves the indexer alone, by differences of the loop."""
+    """The divergence in a loop. Its gradient reaches only the indexer, and equals finite differences of the loop."""
     monkeypatch.setattr(topk, "TILE", tile)
     layer = drawn(indexer=learning(warmup, top_k))
 
@@ -208,8 +208,8 @@ def decoder(layers: int = 2, top_k: int = 3, **options) -> ed.DecoderConfig:
 
 
 @pytest.mark.slow
-def test_fast_forms_match_the_plain_form():
-    """Scanned, blockwise, rematerialized and sharded, with packed rows, in values and gradients."""
+def test_execution_options_do_not_change_the_result():
+    """Scan, chunked kernel, remat and sharding with packed rows: equal values and gradients."""
     tokens, segments = packed(4)
     model = filled(decoder(), scan=False, attention="dot")
     want = run(model, tokens, segments)
@@ -218,8 +218,8 @@ def test_fast_forms_match_the_plain_form():
 
 
 @pytest.mark.slow
-def test_the_loss_of_training_is_the_mean_over_layers_and_tokens():
-    """With a weight per layer; and microbatches of unequal length give the gradient of the whole."""
+def test_training_loss_is_the_mean_over_layers_and_tokens():
+    """With a weight per layer. Microbatches of unequal length give the gradient of the complete batch."""
     tokens, segments = packed(4)
     batch = Batch(tokens=tokens, segment_ids=segments)
     config = decoder(loss_weight=0.5)
@@ -262,7 +262,7 @@ def test_warmup_leaves_attention_dense():
     (1, 8, 3, "gathers"), (2, 9, 4, "gathers"), (3, 9, 3, "masks"), (4, 3, 3, "masks"), (2, 3, 5, "takes all"),
 ])  # fmt: skip
 def test_selection_among_cached_and_new_keys(length, slots, top_k, form):
-    """By the whole: slots in a turned order, some of them empty; no more are gathered than are chosen."""
+    """Equal to one call, with slots in rotated order and empty slots. Only selected keys are gathered."""
     layer = dataclasses.replace(INDEXER, top_k=top_k).build(WIDTH, 7, key=jax.random.key(0))
     total, count = slots + length, slots - 1
     draws = np.random.default_rng(2)
@@ -301,7 +301,7 @@ def test_generation_selects_like_a_single_call():
 
 
 def test_single_slots_are_read_from_the_cache_of_all_layers():
-    """A slot beyond the last is none, though the last one holds a token."""
+    """A slot index beyond the last one gives an empty key, although the last slot has a token."""
     draws = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 1, 4, 5)), jnp.float32)
     positions = jnp.asarray([[0, 1, 2, 3], [0, 1, -1, 7]])
     cache = KVCache(key=draws, value=None, positions=positions, rolling=False, by_slot=True)

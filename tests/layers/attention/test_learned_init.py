@@ -1,4 +1,4 @@
-"""Kernels computed from a frozen teacher's, against sums written out in NumPy."""
+"""Kernels computed from the kernels of a frozen teacher, against sums in NumPy."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ X = np.random.default_rng(1).normal(size=(2, 5, EMBED)).astype(np.float32)
 
 
 def drawn(general: bool, attention: AttentionConfig = ATTENTION):
-    """A layer with every array drawn by NumPy."""
+    """Return a layer with random arrays from NumPy."""
     config = LearnedInitConfig(attention=attention, general=general, **SIZES)
     shapes, static = eqx.partition(
         eqx.filter_eval_shape(lambda key: config.build(EMBED, key=key), jax.random.key(0)),
@@ -50,7 +50,7 @@ def into_by_hand(kernel, heads, features):
 
 
 def out_by_hand(kernel, heads, features):
-    """K[u,v,b] = sum over x and y of C[x,y,b] A[x,u] B[v,y]: B the other way round."""
+    """K[u,v,b] = sum over x and y of C[x,y,b] A[x,u] B[v,y]: B is transposed."""
     return into_by_hand(kernel.transpose(2, 0, 1), heads, features.T).transpose(1, 2, 0)
 
 
@@ -81,14 +81,14 @@ def layer(request):
     return drawn(request.param, RICH)
 
 
-def test_kernels_are_the_sums(layer):
+def test_kernels_match_the_sums(layer):
     for got, want in zip(projection_weights(layer.materialized(ed.Layout())), kernels_by_hand(layer), strict=True):
         assert got.dtype == jnp.float32
         assert_close(got, want, units=32)
 
 
-def test_the_layer_is_attention_with_these_kernels(layer):
-    """With biases, norms, sinks and a gate of its own."""
+def test_layer_equals_attention_with_these_kernels(layer):
+    """With biases, norms, sinks and a separate gate."""
     x = jnp.asarray(X)
     kernels = tuple(jnp.asarray(kernel, jnp.float32) for kernel in kernels_by_hand(layer))
     own = {field.name: getattr(layer.attention, field.name) for field in dataclasses.fields(layer.attention)}
@@ -131,7 +131,7 @@ def test_everything_below_a_frozen_field_is_frozen():
     assert frozen(norm) == frozenset()
 
 
-def test_teacher_axes_are_split_like_heads():
+def test_teacher_axes_are_sharded_like_heads():
     assert WEIGHTS["teacher_heads"] == WEIGHTS["heads"] and WEIGHTS["teacher_kv_heads"] == WEIGHTS["kv_heads"]
     words = axes(drawn(False))
     assert words["teacher.out"] == ("teacher_heads", "teacher_head_dim", "embed")
@@ -144,7 +144,7 @@ def test_teacher_axes_are_split_like_heads():
 @pytest.mark.slow
 @pytest.mark.parametrize("general", [False, True])
 def test_new_kernels_have_their_teachers_variance(general):
-    """Whatever the student's sizes: with the fan-in of another axis than the contracted one it would be half of it."""
+    """For all student sizes. With the fan-in of the wrong axis, the variance would be half as large."""
     attention = AttentionConfig(num_heads=32, num_kv_heads=32, head_dim=32)
     sizes = dict(teacher_heads=16, teacher_kv_heads=16, teacher_head_dim=16)
     layer = LearnedInitConfig(attention=attention, general=general, **sizes).build(64, key=jax.random.key(0))
@@ -157,7 +157,7 @@ def test_new_kernels_have_their_teachers_variance(general):
 
 
 def test_operations_match_the_attention_of_the_student():
-    """Scores and mixing, by the student's heads, features and window."""
+    """Scores and weighted sums count with the student's heads, head_dim and window."""
     config = LearnedInitConfig(attention=dataclasses.replace(ATTENTION, mask=SlidingWindow(7)), **SIZES)
     decoder = ed.DecoderConfig(
         vocab_size=8, embed_dim=EMBED, blocks=(ed.BlockConfig(mixer=config, mlp=None),), final_norm=None

@@ -1,4 +1,4 @@
-"""Local attention and light convolutions are their definitions, pair by pair, wherever chunks and documents end."""
+"""Local attention and light convolutions match their definitions, for all chunk and document boundaries."""
 
 import dataclasses
 
@@ -23,7 +23,8 @@ SHAPE = dict(num_heads=2, head_dim=3)
 CONFIGS = {
     "published": LocalAttentionConfig(**SHAPE),
     "both sides": LocalAttentionConfig(**SHAPE, chunk=4, left=6, right=3, soft_cap=1.5),
-    "far": LocalAttentionConfig(**SHAPE, chunk=2, left=9, right=2, soft_cap=3.0),  # the farthest have no distance
+    # the largest distance has no embedding
+    "far": LocalAttentionConfig(**SHAPE, chunk=2, left=9, right=2, soft_cap=3.0),
     "alone": LocalAttentionConfig(**SHAPE, chunk=3, left=2),
     "chunks of one": LocalAttentionConfig(**SHAPE, chunk=1, left=4, right=5),
 }
@@ -32,7 +33,7 @@ POINTWISE = LightConvolutionConfig(taps=3, gate="silu", norm=None, pointwise=Tru
 
 
 def near(layer, x, document):
-    """Pair by pair; `document` is the number of each token's, below 0 for padding."""
+    """Compute attention pair by pair; `document` is the document id of each token, negative for padding."""
     config, w = layer.config, {name: np.asarray(getattr(layer, name), np.float64) for name in
                                ("query", "key", "value", "relative_key", "scale", "out")}  # fmt: skip
     q, k, v = (np.einsum("te,ehd->thd", x, w[name]) for name in ("query", "key", "value"))
@@ -58,7 +59,7 @@ def near(layer, x, document):
 
 
 def convolved(layer, x, document):
-    """Token by token."""
+    """Compute the convolution token by token."""
     names = ("into", "taps", "out", "point", *(f"{part}_bias" for part in ("into", "taps", "point", "out")))
     names += ("value_shift", "gate_shift")
     found = {name: getattr(layer, name) for name in names}
@@ -81,7 +82,7 @@ def convolved(layer, x, document):
 
 
 def rows(length):
-    """Two rows: one document, and several with padding behind; positions, segments, numbers of documents."""
+    """Return positions, segments and number of documents of a row with one document and of a row with several."""
     whole, cuts = np.arange(length), np.minimum(np.arange(length) // max(1, length // 3), 2)
     parts = np.where(np.arange(length) < length - length // 5, cuts, -1)
     begins = np.asarray([np.flatnonzero(parts == number)[0] if number >= 0 else 0 for number in parts])
@@ -118,8 +119,7 @@ def test_layer_matches_its_definition(name, length):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["both sides", "convolution"])
-def test_a_sequence_may_be_one_document(name):
-    """Then its number need not be given."""
+def test_sequence_without_segments_is_one_document(name):
     layer = drawn(lambda key: LAYERS[name].build(EMBED, key=key))
     x, (positions, segments, _) = normal(1, 13, EMBED), rows(13)
     numbered = run(layer, jnp.asarray(x), context(positions[:1], segments[:1]))
@@ -128,7 +128,7 @@ def test_a_sequence_may_be_one_document(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["far", "convolution"])
-def test_gradients_are_finite_differences(name):
+def test_gradients_equal_finite_differences(name):
     layer = drawn(lambda key: LAYERS[name].build(EMBED, key=key))
     x, (positions, segments, documents) = normal(2, 11, EMBED), rows(11)
     weights = normal(2, 11, EMBED, seed=3) * (documents >= 0)[..., None]
@@ -148,8 +148,8 @@ def test_gradients_are_finite_differences(name):
         assert float(jnp.sum(gradient * way)) == pytest.approx((one - other) / 6e-3, rel=2e-2, abs=2e-2)
 
 
-def test_padding_gets_no_gradient_and_makes_no_nan():
-    """Rows of nothing, too."""
+def test_padding_has_no_gradient_and_causes_no_nan():
+    """Also in rows of padding only."""
     layer = drawn(lambda key: CONFIGS["both sides"].build(EMBED, key=key))
     positions = np.stack([np.full(7, -1), np.where(np.arange(7) < 3, np.arange(7), -1)])
     x = jnp.asarray(normal(2, 7, EMBED))
@@ -215,7 +215,7 @@ def test_a_block_adds_attention_and_a_convolution(mixer):
 
 
 def test_decoders_refuse_layers_of_encoders():
-    """They remember nothing."""
+    """These layers have no cache."""
     for name, layers in {
         "LocalAttentionConfig": dict(mixer=CONFIGS["published"], mlp=None),
         "LightConvolutionConfig": dict(mixer=None, mlp=None, post_layers=(ed.ExtraLayerConfig(layer=CONVOLUTION),)),

@@ -1,4 +1,4 @@
-"""Tokens that attend to others, and that none attends to: padding within a token of an image."""
+"""Tokens that are masked as keys, such as partial padding of image patches."""
 
 import dataclasses
 

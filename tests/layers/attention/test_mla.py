@@ -1,4 +1,4 @@
-"""Latent attention against NumPy in float64, and its two forms against each other."""
+"""Multi-head latent attention against NumPy in float64, and its two forms against each other."""
 
 import dataclasses
 import math
@@ -34,7 +34,7 @@ from tests.oracles import plain_frequencies, rotate_by_hand, sees, wide, yarn_by
 from tests.programs import tpu_devices
 
 
-# no two sizes are equal
+# all sizes are different
 SIZES = dict(num_heads=2, q_rank=7, kv_rank=6, nope_dim=5, rope_dim=4, value_dim=3, rope=Rope(theta=10.0))
 YARN = YarnRope(theta=100.0, factor=4.0, original_length=8, attention_factor=1.1)
 RICH = dict(
@@ -52,7 +52,7 @@ X = np.random.default_rng(1).normal(size=(2, 7, WIDTH)).astype(np.float32)
 
 
 def drawn(seed: int = 0, **options):
-    """A layer with every array drawn by NumPy: no zero bias, no scale of one."""
+    """Return a layer with random arrays from NumPy: no zero bias, no scale of one."""
     config, generator = LatentAttentionConfig(**(SIZES | options)), np.random.default_rng(seed)
     tree = eqx.filter_eval_shape(lambda key: config.build(WIDTH, key=key), jax.random.key(0))
     arrays, static = eqx.partition(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
@@ -85,7 +85,7 @@ def rotated_by_hand(config, vector, position):
 
 
 def query_by_hand(config, w, x, position):
-    """`heads qk_dim` of one token, unscaled."""
+    """Return `heads qk_dim` of one token, unscaled."""
     if config.q_rank is None:
         query = np.einsum("e,ehd->hd", x, w["query"])
     else:
@@ -97,7 +97,7 @@ def query_by_hand(config, w, x, position):
 
 
 def key_and_value_by_hand(config, w, x, position):
-    """`heads qk_dim` and `heads value_dim` of one token."""
+    """Return `heads qk_dim` and `heads value_dim` of one token."""
     low = x @ w["kv_down"] + w.get("kv_down_bias", 0)
     rope = rotated_by_hand(config, low[config.kv_rank :], position)
     both = np.einsum("r,rhd->hd", rms_by_hand(config, low[: config.kv_rank], w["kv_norm.scale"]), w["kv_up"])
@@ -106,7 +106,7 @@ def key_and_value_by_hand(config, w, x, position):
 
 
 def latent_by_hand(config, w, x, positions=POSITIONS, segments=SEGMENTS):
-    """Token by token, head by head, with every key and value written out."""
+    """Compute token by token and head by head, with explicit keys and values."""
     scale = config.query_scale or 1 / math.sqrt(config.nope_dim + config.rope_dim)
     out = np.zeros(x.shape)
     for b, t in np.ndindex(x.shape[:2]):
@@ -141,7 +141,7 @@ def test_cache_holds_the_latent_and_the_rotated_key():
     assert_close(entries.key[0, 6, 0], np.concatenate(want), units=128)
 
 
-def test_zeros_fill_the_last_lane_of_a_cache():
+def test_cache_is_padded_to_full_lanes_with_zeros():
     layer = drawn(kv_rank=126)
     _, entries = apply(layer, jnp.asarray(X), context())
     assert entries.key.shape == (2, 7, 1, 256)
@@ -151,8 +151,8 @@ def test_zeros_fill_the_last_lane_of_a_cache():
         assert config.cached_dim == config.cache_shape(4).head_dim == cached
 
 
-def test_gradients_are_the_differences_of_the_formula():
-    """Of every weight and of x, along random directions: central differences in float64."""
+def test_gradients_equal_finite_differences_of_the_formula():
+    """For every weight and for x, along random directions: central differences in float64."""
     layer = drawn(**RICH)
     w, x = weights_of(layer), wide(X)
     bars = np.random.default_rng(3).normal(size=X.shape)
@@ -177,7 +177,7 @@ def test_gradients_are_the_differences_of_the_formula():
 
 
 def in_parts(layer, seed: int = 7):
-    """The same layer with a low-rank pair and magnitudes beside every matrix, and the one with these weights."""
+    """Return the layer with low-rank pairs and magnitudes on every matrix, and the layer with the merged weights."""
     generator, words, pairs = np.random.default_rng(seed), axes(layer), {}
     for name, base in named_leaves(layer).items():
         if name in WORDS:
@@ -191,7 +191,7 @@ def in_parts(layer, seed: int = 7):
 
 
 def past_of(entries, count: int, extra: int) -> CachedKV:
-    """The first tokens of a call as a past, in slots turned round, some of which are empty."""
+    """Return the first tokens of a call as a cache with rotated slots, some of which are empty."""
     order = (np.arange(count + extra) + 1) % (count + extra)
     key = jnp.pad(entries.key[:, :count], ((0, 0), (0, extra), (0, 0), (0, 0)), constant_values=9.0)[:, order]
     positions = jnp.asarray(np.where(order < count, order, -1)[None].repeat(2, 0), jnp.int32)
@@ -202,7 +202,7 @@ def past_of(entries, count: int, extra: int) -> CachedKV:
     "pairs", [pytest.param(False, marks=pytest.mark.slow), True], ids=["weights", "weights-in-parts"]
 )
 def test_absorbed_form_matches_expanded_form(pairs):
-    """In values and gradients: the last three of seven tokens see four of the past."""
+    """In values and gradients: the last three of seven tokens attend to four cached tokens."""
     layer = drawn(mask=SlidingWindow(5), bias=True, kv_rank=6 if pairs else 126)
     layer, merged = in_parts(layer) if pairs else (layer, layer)
     bars = jnp.asarray(np.random.default_rng(3).normal(size=(2, 3, WIDTH)), jnp.float32)
@@ -233,7 +233,7 @@ def test_absorbed_form_matches_expanded_form(pairs):
 
 
 def test_kernel_receives_platform_and_alignment(monkeypatch):
-    """Which kernel, on which platform, and that a call's own keys are its queries' tokens: these change no value."""
+    """Kernel name, platform, and whether keys and queries are the same tokens. These do not change values."""
     calls = []
 
     def recording(inputs, options, kernel):
@@ -253,7 +253,7 @@ def nothing() -> CachedKV:
 
 
 def test_documents_are_separate_in_a_call_with_a_cache():
-    """Segments count among the tokens of a call in the absorbed form, too."""
+    """Segments separate the tokens of a call in the absorbed form, too."""
     layer = drawn()
     out, _ = apply(layer, jnp.asarray(X), context(), nothing())
     assert_close(out, latent_by_hand(layer.config, weights_of(layer), wide(X)), units=128)
@@ -275,7 +275,7 @@ def test_bfloat16_stays_close_to_float32(past):
 
 
 def decoder(layers: int = 4) -> ed.DecoderConfig:
-    """A window and a full layer in turn, with and without a latent of queries; sizes that meshes of eight divide."""
+    """A window and a full layer, with and without a query latent, with sizes that meshes of eight devices divide."""
     sizes = dict(num_heads=4, kv_rank=8, nope_dim=6, rope_dim=4, value_dim=5)
     local = LatentAttentionConfig(q_rank=None, mask=SlidingWindow(5), rope=Rope(pairing="interleaved"), **sizes)
     full = LatentAttentionConfig(q_rank=8, bias=True, query_scale=0.4, **sizes)
@@ -310,7 +310,7 @@ def test_cache_has_one_vector_per_token():
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["latent", "indexed", "one-head-a-device"])
 def test_a_decoding_step_on_tpu_does_not_copy_the_cache(mixer):
-    """Compiled for a v5p, without one: temporaries are far less than the cache."""
+    """Compiled for a v5p: temporaries are much smaller than the cache."""
     layout = ed.Layout.create(data=2, tensor=2, devices=tpu_devices("v5p:2x2x1"))
     sizes = dict(num_heads=16, q_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
     mixers = {
@@ -354,8 +354,8 @@ def test_all_matrices_have_product_axes():
     }  # fmt: skip
 
 
-def test_ranks_are_sharded_where_embed_is_not():
-    """With pairs beside all matrices: every weight is split, and none is refused."""
+def test_ranks_are_sharded_if_embed_is_not():
+    """With low-rank pairs on all matrices, every weight is sharded."""
     model = ed.abstract(decoder(), layout=ed.Layout.create(fsdp=4, tensor=2))
     config = LoRAConfig(rank=2, targets=tuple(f"*.mixer.{name}" for name in WORDS))
     lines = [" ".join(line.split()) for line in describe(add_lora(model, config, key=jax.random.key(0))).splitlines()]
@@ -382,7 +382,7 @@ def test_new_weights_have_the_variance_of_their_fan_in():
 
 
 def test_operations_are_counted():
-    """Queries, keys and values of a head once each, and the matrices: by hand for one layer of both kinds."""
+    """Queries, keys and values of each head and the matrices, counted by hand for one layer of both types."""
     full = 16 * 8 + 8 * 4 * 10 + 16 * 12 + 8 * 4 * 11 + 4 * 5 * 16
     local = 16 * 4 * 10 + 16 * 12 + 8 * 4 * 11 + 4 * 5 * 16
     mixing = 4 * (10 + 5) * (100 + 5)

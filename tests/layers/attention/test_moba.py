@@ -1,4 +1,4 @@
-"""Mixture of block attention against a loop in NumPy, in documents of a row and over a cache."""
+"""Mixture of block attention (MoBA) against a loop in NumPy, for packed documents and with a cache."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ from tests.oracles import best
 
 
 def chosen_by_hand(config, query, key, positions, segments):
-    """`batch heads length length`: what each query attends to, token by token."""
+    """Return `batch heads length length`: the keys that each query attends to, computed token by token."""
     batch, length, heads, _ = query.shape
     groups, seen = heads // key.shape[2], np.zeros((batch, heads, length, length), bool)
     for b, t, h in np.ndindex(batch, length, heads):
@@ -49,7 +49,7 @@ def drawn(length, batch=3, heads=4, kv_heads=2, dim=5):
 @pytest.mark.slow
 @pytest.mark.parametrize("tile", [topk.TILE, 40], ids=["whole", "some at a time"])
 def test_blocks_match_the_loop(tile, monkeypatch):
-    """Packed rows, padding on all sides and between, documents that begin within a block."""
+    """Packed rows, padding at both ends and in between, documents that start within a block."""
     monkeypatch.setattr(topk, "TILE", tile)
     query, key = drawn(17)
     positions = np.stack([
@@ -71,7 +71,7 @@ def test_blocks_match_the_loop(tile, monkeypatch):
 @pytest.mark.slow(fast=("-10",))
 @pytest.mark.parametrize("documents", [-10, 4])
 def test_blocks_of_contiguous_documents_are_numbered_per_document(documents, monkeypatch):
-    """The same choice in fewer words; more documents than are expected are compared as ever."""
+    """The same selection with fewer blocks. More documents than expected use the general comparison."""
     monkeypatch.setattr(moba, "EXTRA_BLOCKS", documents)
     query, key = (jnp.asarray(x) for x in drawn(80, batch=2))
     positions = np.stack([[*range(40), *range(40)], [*range(7, 47), *range(30), *[-1] * 10]]).astype(np.int32)
@@ -86,7 +86,7 @@ def test_blocks_of_contiguous_documents_are_numbered_per_document(documents, mon
 
 @pytest.mark.slow
 def test_positions_with_gaps_are_in_more_blocks():
-    """As many as there are tokens: a row of six may have six blocks of three positions."""
+    """At most one block per token: a row of six tokens may have six blocks of three positions."""
     query, key = drawn(6)
     positions = np.stack([np.arange(6), [0, 1, 2, 15, 16, 30], [0, 3, 6, 9, 12, 15]])
     config, segments = BlockSelection(size=3, top_k=3), np.ones((3, 6), np.int32)
@@ -107,7 +107,7 @@ def decoder(**options) -> ed.DecoderConfig:
 
 @pytest.mark.slow
 def test_blocks_without_tokens_are_not_selected():
-    """Positions leave blocks out: over a cache as in the whole."""
+    """Positions skip blocks. With a cache, the result is that of one call."""
     tokens, places = some_tokens(2, 11), jnp.asarray([[0, 1, 2, 3, 4, 5, 15, 16, 17, 18, 19]] * 2)
     model = filled(decoder())
     want = eqx.filter_jit(model)(tokens, positions=places).logits
@@ -118,8 +118,8 @@ def test_blocks_without_tokens_are_not_selected():
 
 
 @pytest.mark.slow
-def test_scores_of_rounded_keys_are_not_rounded():
-    """Of the same keys and queries in 16 bits, over a cache, the same blocks."""
+def test_selection_scores_are_not_rounded_to_16_bits():
+    """With equal keys and queries in 16 bits and a cache, the same blocks are selected."""
     draws = np.random.default_rng(1)
     shapes = (2, 3, 4, 8), (2, 3, 2, 8), (2, 2, 9, 8)
     query, key, keys = (jnp.asarray(draws.normal(size=shape), jnp.bfloat16) for shape in shapes)

@@ -1,4 +1,4 @@
-"""Attention with a learned number for each distance is its definition, wherever pieces and documents end."""
+"""Attention with a learned bias per distance matches its definition, for all chunk and document boundaries."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ CONFIGS = {
 
 
 def define(layer, table, x, documents):
-    """Pair by pair; `documents` is the number of each token's, below 0 for padding."""
+    """Compute attention pair by pair; `documents` has the document id of each token, negative for padding."""
     config = layer.config
     w = {field.name: np.asarray(getattr(layer, field.name), np.float64) for field in dataclasses.fields(layer)[:-1]}
     q, k, v = (np.einsum("te,ehd->thd", x, w[name]) + w[f"{name}_bias"] for name in ("query", "key", "value"))
@@ -65,7 +65,7 @@ def test_layer_matches_its_definition(name):
         real = documents[row] >= 0
         wanted = define(layer, np.asarray(table, np.float64), x[row], documents[row])
         assert_allclose(found[row][real], wanted[real], atol=2e-5)
-    alone = run(layer, table, jnp.asarray(x[:1]), context(positions[:1]))  # its number need not be given
+    alone = run(layer, table, jnp.asarray(x[:1]), context(positions[:1]))  # the document id is optional
     assert_allclose(alone, found[:1], atol=1e-6)
 
 
@@ -88,7 +88,7 @@ def test_bfloat16_and_gradients():
     assert float(jnp.sum(gradient * way)) == pytest.approx(slope, rel=2e-2, abs=2e-2)
 
 
-def test_products_and_settings():
+def test_operations_and_invalid_settings():
     assert BASE.token_products(100) == 2 * 3 * 2 * 7 and BASE.token_products(5) == 2 * 3 * 2 * 5
     assert (BASE.table_shape, CONFIGS["symmetric"].table_shape) == ((6, 2), (4, 2))
     for field in ("num_heads", "head_dim", "distances", "reach"):

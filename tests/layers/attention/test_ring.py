@@ -1,4 +1,4 @@
-"""Keys and values that go round give what they give on one device, and go no further than they are seen."""
+"""Ring attention equals attention on one device, and keys are sent no further than they are visible."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from tests.layers.attention.test_context_parallel import (
     ALIBI,
     check,
     lines,
-    products_with_and_without_context,
+    product_counts,
     results,
     selection,
 )
@@ -33,7 +33,7 @@ slow = pytest.mark.slow
 
 @pytest.fixture
 def interpreted():
-    """Our kernels run on CPU, in small blocks."""
+    """Run our kernels on CPU with small tiles."""
     patch = pytest.MonkeyPatch()
     interpret(patch)
     yield
@@ -42,7 +42,7 @@ def interpreted():
 
 
 def with_gap(places, length):
-    """The second document of each row goes on behind padding that is longer than a piece."""
+    """Insert padding longer than a shard into the second document of each row."""
     positions = np.array(places["query_positions"])
     begin, end = length // 2, length // 2 + 25
     positions[:, end:] = positions[:, begin : length - 25]
@@ -53,7 +53,7 @@ def with_gap(places, length):
 def check_ring(
     sizes, length, mask, *, heads=(4, 2), order="plain", form="ring", dtype=jnp.float32, gap=False, **options
 ):
-    """Packed documents, padding, narrow values; for masks that do not look ahead spans that do."""
+    """Check packed documents, padding and narrow values; with spans for the mask Chunked(9)."""
     qkv = make(length, heads=heads[0], kv_heads=heads[1], value_dim=5, dtype=dtype)
     places = packed_places(length, spans=order == "plain" and mask == Chunked(9))
     places = with_gap(places, length) if gap else places
@@ -107,13 +107,13 @@ def test_packed_rows_in_a_ring(sizes, mask, options):
     ],
 )
 def test_kernels_in_a_ring(interpreted, kernel, mask, order, form):
-    """Our kernels, several blocks of a piece."""
+    """Our flash kernels, with several tiles per shard."""
     check_ring(FOUR, 1072, mask, order=order, form=form, kernel=kernel)
 
 
 @slow
 @pytest.mark.parametrize("order", ["plain", "zigzag"])
-def test_loops_over_blocks_in_a_ring(order):
+def test_chunked_loops_in_a_ring(order):
     check_ring(FOUR, 4096, SlidingWindow(900), order=order, kernel="chunked", heads=(2, 1))
 
 
@@ -133,8 +133,8 @@ def test_dimensions_that_the_mesh_does_not_divide_are_replicated(sizes, length):
 
 
 @slow
-def test_a_ring_in_bfloat16():
-    """As near to the plain kernel in f32 as what is gathered, and gradients of keys are added up in f32."""
+def test_ring_in_bfloat16():
+    """The error is as small as with gathered keys, and key gradients are summed in float32."""
     qkv, places = make(256, dtype=jnp.float32), packed_places(256)
     weights = weights_for(qkv)
     want = results(attend, (("mask", Causal()), ("kernel", "dot")), qkv, weights, places)
@@ -154,7 +154,7 @@ def test_a_ring_in_bfloat16():
 @pytest.mark.slow(fast=("triton",))
 @pytest.mark.parametrize("kernel", ["chunked", "dot", "interval", "triton"])
 def test_gradients_of_shards_add_up(kernel, interpreted):
-    """Given lse of all keys, gradients of queries add up, and those of keys are those of the whole, a sink and all."""
+    """With the lse of all keys, the sum over shards equals the gradients of one call, with a sink."""
     places, sink = packed_places(160), jnp.array([0.5, -1.0, 0.0, 2.0])
     options = dict(mask=SlidingWindow(70), soft_cap=2.0)
 
@@ -186,7 +186,7 @@ def test_gradients_of_shards_add_up(kernel, interpreted):
 
 @pytest.mark.slow
 def test_may_see_is_false_for_invisible_shards():
-    """Whether a query may see a key: True where one does, False where a piece is behind, ahead or another document."""
+    """True if a query may see a key; False for shards that are too old, in the future, or of another document."""
     places = packed_places(64)
     positions, segments = places["query_positions"], places["query_segments"]
     for mask in (Causal(), SlidingWindow(7), Chunked(9), Bidirectional(), Bidirectional(11)):
@@ -205,7 +205,7 @@ def test_may_see_is_false_for_invisible_shards():
 
 
 def ring_text(form, mask, counts=(8, 4), **options):
-    """The program of a step on context=4, for keys with 4 features and values with 3."""
+    """Return the compiled program of a step on context=4, for keys with 4 features and values with 3."""
     layout = ed.Layout.create(**FOUR)
     execution = Execution(layout=layout, attention="chunked", context_form=form)
     qkv = tuple(
@@ -231,16 +231,16 @@ def ring_text(form, mask, counts=(8, 4), **options):
 @pytest.mark.parametrize(
     ("form", "mask", "count"),
     [
-        ("ring", SlidingWindow(17), 4),  # one device before
-        ("ring", SlidingWindow(18), 8),  # two
-        ("ring", Causal(), 12),  # three
+        ("ring", SlidingWindow(17), 4),  # one previous device
+        ("ring", SlidingWindow(18), 8),  # two previous devices
+        ("ring", Causal(), 12),  # three previous devices
         ("ring_all_to_all", Causal(), 4),
     ],
 )
 def test_collectives_of_a_ring(form, mask, count):
-    """Keys and values, as far as they are seen, and their gradients as far, and home; nothing is gathered or added up.
+    """Visible keys and values are sent, and their gradients are sent back. Nothing is gathered or reduced.
 
-    What has arrived the backward pass of a short ring finds again, if it is in the same program.
+    The backward pass of a short ring reuses the received keys if it is in the same program.
     """
     text = ring_text(form, mask, counts=(8, 4) if form == "ring" else (4, 2))
     sent = lines(text, "collective-permute")
@@ -252,6 +252,6 @@ def test_collectives_of_a_ring(form, mask, count):
 
 @pytest.mark.slow
 def test_context_saves_the_ring():
-    """With out and lse saved the backward pass does not go round for them again."""
+    """With saved out and lse, the backward pass does not repeat the ring of the forward pass."""
     execution = Execution(layout=ed.Layout.create(**FOUR), attention="chunked", context_form="ring")
-    assert products_with_and_without_context(execution) == {"context": 38, "nothing": 46}
+    assert product_counts(execution) == {"context": 38, "nothing": 46}

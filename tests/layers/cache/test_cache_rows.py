@@ -1,4 +1,4 @@
-"""Some rows of a cache, read and written where they stand, are those of the whole."""
+"""Views of some rows of a cache equal the corresponding rows of the complete cache."""
 
 import dataclasses
 
@@ -40,8 +40,8 @@ KINDS = (*MIXERS, "states", "pages")
 @pytest.mark.slow
 @pytest.mark.parametrize("some", [[3, 0], [2]])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_those_of_the_whole(kind, some, monkeypatch):
-    """A row is read up to the positions of its queries: here to slot 2, 4, 8 or 16."""
+def test_view_equals_the_rows_of_the_cache(kind, some, monkeypatch):
+    """Rows are read up to the positions of the queries: here slots 2, 4, 8 or 16."""
     monkeypatch.setattr("eqx_decoders.layers.cache.kv_cache.MIN_READ_LENGTH", 2)
     config = decoder(kind if kind in MIXERS else "keys")
     if kind == "states":

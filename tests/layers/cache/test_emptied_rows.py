@@ -158,7 +158,7 @@ def test_emptied_rows_give_the_results_of_a_new_cache(case):
     assert all(np.isfinite(logits).all() for logits in want)
     for logits, expected in zip(found, want, strict=True):
         assert_array_equal(logits, expected)
-    # the idle row is unchanged
+    # the idle row does not change
     idle = jax.tree.map(lambda each: each.row(1), after.layer_caches, is_leaf=is_layer_cache)
     clean = jax.tree.map(lambda each: each.row(1), new.layer_caches, is_leaf=is_layer_cache)
     if pages is None:

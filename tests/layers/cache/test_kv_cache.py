@@ -1,4 +1,4 @@
-"""Kinds of memory: what is committed is what a list of the kept tokens gives; rows are reset and copied alone."""
+"""Layer caches: committed tokens, and resets and copies of single rows."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ ORDER = jnp.arange(7)[None]
         (Chunked(5), 3, 3, False),
     ],
 )
-def test_slots_of_keys_and_values(mask, max_length, slots, rolling):
+def test_number_of_slots(mask, max_length, slots, rolling):
     config = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=4, mask=mask)
     shape = config.cache_shape(max_length)
     assert (shape.slots, shape.rolling, shape.kv_heads, shape.head_dim) == (slots, rolling, 2, 4)
@@ -46,7 +46,7 @@ def test_slots_of_keys_and_values(mask, max_length, slots, rolling):
 @pytest.mark.slow(fast=("4-4", "4-11"))
 @pytest.mark.parametrize("length", [1, 4, 11])
 @pytest.mark.parametrize("decays", [1, 4])
-def test_a_state_is_what_the_kept_tokens_wrote(length, decays):
+def test_recurrent_state_contains_the_committed_tokens(length, decays):
     decay = -np.abs(normal(LAYERS, BATCH, length, 2, decays))
     key, value = normal(LAYERS, BATCH, length, 2, 4, seed=2), normal(LAYERS, BATCH, length, 2, 5, seed=3)
     positions = np.arange(length)[None] + np.asarray([[7], [0], [3]])
@@ -66,7 +66,7 @@ def test_a_state_is_what_the_kept_tokens_wrote(length, decays):
 
 @pytest.mark.slow(fast=("1",))
 @pytest.mark.parametrize("length", [1, 4, 11])
-def test_a_state_by_channels_is_what_the_kept_tokens_wrote(length):
+def test_channel_state_contains_the_committed_tokens(length):
     steps, written = np.abs(normal(LAYERS, BATCH, length, 5)), normal(LAYERS, BATCH, length, 5, seed=2)
     key, rates = normal(LAYERS, BATCH, length, 4, seed=3), -np.abs(normal(LAYERS, 4, 5, seed=4))
     kept = np.arange(length)[None] < np.asarray([[length], [0], [2]])
@@ -85,7 +85,7 @@ def test_a_state_by_channels_is_what_the_kept_tokens_wrote(length):
 
 @pytest.mark.slow(fast=("int32",))
 @pytest.mark.parametrize("dtype", [None, "int32"])
-def test_a_tail_is_the_last_kept_inputs(dtype):
+def test_convolution_state_is_the_last_committed_inputs(dtype):
     memory = ConvShape(num_inputs=3, channels=2, dtype=dtype).build(LAYERS, BATCH, jnp.float32)
     kept = [np.asarray(row) for row in memory.tail.swapaxes(0, 1)]
     for seed, length in enumerate((1, 2, 5, 1)):
@@ -110,13 +110,13 @@ def test_a_tail_is_the_last_kept_inputs(dtype):
         ConvShape(num_inputs=2, channels=2, dtype="int32"),
     ],
 )
-def test_rows_are_reset_and_copied_alone(shape):
+def test_reset_and_copy_change_only_one_row(shape):
     empty = shape.build(LAYERS, BATCH, jnp.float32)
     full = jax.tree.map(lambda leaf: leaf + 1 + jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape), empty)
     reset = full.empty_rows(jnp.asarray([1]))
     copied = full.with_row(2, full.row(jnp.int32(0)))
     for old, none, gone, new in zip(*map(jax.tree.leaves, (full, empty, reset, copied)), strict=True):
-        rows = old.ndim > 2  # behind the layers, which positions don't have
+        rows = old.ndim > 2  # after the layer axis, which positions do not have
         old, none, gone, new = (np.moveaxis(np.asarray(leaf), int(rows), 0) for leaf in (old, none, gone, new))
         assert_array_equal(gone, [old[0], none[1], old[2]])
         assert_array_equal(new, [old[0], old[1], old[0]])
@@ -124,7 +124,7 @@ def test_rows_are_reset_and_copied_alone(shape):
 
 @pytest.mark.slow(fast=("12-False",))
 @pytest.mark.parametrize("slots, rolling", [(3, True), (12, False), (5, True)])
-def test_a_row_of_another_length_is_written_where_it_belongs(slots, rolling):
+def test_row_of_another_length_is_copied_to_the_right_slots(slots, rolling):
     by_slot = dict(kv_heads=2, head_dim=3, rolling=False, values=False, by_slot=True)
     single = KVShape(slots=8, **by_slot).build(LAYERS, 1, jnp.float32)
     single = single.commit(jax.vmap(lambda key: NewKV(key=key, value=None))(jnp.ones((LAYERS, 1, 7, 2, 3))), ORDER)
@@ -145,7 +145,7 @@ def test_a_row_of_another_length_is_written_where_it_belongs(slots, rolling):
 
 
 @pytest.mark.slow
-def test_a_sequence_goes_on_in_another_row_of_another_cache():
+def test_sequence_continues_in_a_row_of_another_cache():
     model, tokens = filled(rich_decoder()), some_tokens(2, 12)
     alone = ed.init_cache(model.config, 1, 8, dtype=jnp.float32)
     _, alone = extend(model, tokens[:1, :7], alone)

@@ -1,4 +1,4 @@
-"""Caches in pages: the same as contiguous ones, wherever a row's pages are and whoever had them before."""
+"""Paged caches equal contiguous caches, for any order of pages and any earlier content."""
 
 import dataclasses
 
@@ -22,13 +22,13 @@ from tests.models import extend, filled, rich_decoder, some_tokens
 SHAPE = KVShape(slots=12, kv_heads=2, head_dim=8, rolling=False)
 
 
-def drawn_entries(layers, rows, length, values=True, seed=0):
+def random_entries(layers, rows, length, values=True, seed=0):
     key, value = (jnp.asarray(normal(layers, rows, length, 2, 8, seed=seed + i)) for i in range(2))
     return NewKV(key, value if values else None)
 
 
 def poisoned(cache):
-    """With NaN where nothing was ever written."""
+    """Fill unwritten slots with NaN."""
 
     def poison(x):
         numbers = jnp.issubdtype(x.dtype, jnp.floating) and x.ndim > 3
@@ -37,7 +37,7 @@ def poisoned(cache):
     return jax.tree.map(poison, cache)
 
 
-# --- one memory ---
+# --- one layer cache ---
 
 
 SLOW = pytest.mark.slow
@@ -55,8 +55,8 @@ SLOW = pytest.mark.slow
         ("int8", True, 80),
     ],
 )
-def test_pages_hold_what_slots_hold(dtype, values, head_dim):
-    """In any order of pages, with tokens left out, dropped where a row has no page, and rows without any."""
+def test_pages_contain_the_same_as_slots(dtype, values, head_dim):
+    """With any order of pages, skipped tokens, missing pages, and rows without pages."""
     commit = eqx.filter_jit(lambda cache, entries, positions: cache.commit(entries, positions))
     shape = dataclasses.replace(SHAPE, values=values, head_dim=head_dim)
     key, value = (jnp.asarray(normal(2, 3, 12, 2, head_dim, seed=i)) for i in range(2))
@@ -95,15 +95,15 @@ def test_pages_hold_what_slots_hold(dtype, values, head_dim):
 def test_writes_outside_of_pages_are_dropped():
     paged = build_pages(SHAPE, 2, 2, 12, "float32", PageConfig(page_size=4, num_pages=3))
     paged = paged.with_tables(jnp.asarray([[2, -1, -1], [-1, 1, 0]], jnp.int32))
-    entries, places = drawn_entries(2, 2, 14), jnp.broadcast_to(jnp.arange(14), (2, 14))
+    entries, places = random_entries(2, 2, 14), jnp.broadcast_to(jnp.arange(14), (2, 14))
     paged = paged.commit(entries, places)
     assert paged.positions.tolist() == [[0, 1, 2, 3, *[-1] * 8], [*[-1] * 4, *range(4, 12)]]
     assert_array_equal(paged.lanes.split(paged.stored).key[:, 0].swapaxes(1, 2), entries.key[:, 1, 8:12])
 
 
 @pytest.mark.slow
-def test_rows_come_from_caches_of_any_kind_and_go_there():
-    entries, places = drawn_entries(2, 1, 7), jnp.arange(7)[None]
+def test_rows_are_copied_between_paged_and_other_caches():
+    entries, places = random_entries(2, 1, 7), jnp.arange(7)[None]
     source = dataclasses.replace(SHAPE, slots=9).build(2, 1, "int8").commit(entries, places)
     paged = build_pages(SHAPE, 2, 3, 12, "int8", PageConfig(page_size=4)).with_row(2, source)
     assert paged.lengths.tolist() == [0, 0, 7]
@@ -118,8 +118,10 @@ def test_rows_come_from_caches_of_any_kind_and_go_there():
 
 
 def check_paged(kind, dtype=jnp.float32, layout=None, bound=None, size=4):
-    """Prefill in pieces and tokens of a row that goes on and one that stops, with pages in any order, null pages behind
-    windows, and NaN wherever nothing was written."""
+    """Check chunked prefill and decoding of two rows, one of which stops early.
+
+    Pages are in any order, pages before windows are null pages, and unwritten slots are NaN.
+    """
     layout, model, tokens = layout or ed.Layout(), filled(decoder(kind)), some_tokens(2, 14)
     want, model = model(tokens).logits, model.place(layout)
     pages = PageConfig(page_size=size, num_pages=2 * -(-16 // size))
@@ -145,13 +147,13 @@ def check_paged(kind, dtype=jnp.float32, layout=None, bound=None, size=4):
 @pytest.mark.parametrize(
     "kind", ["keys", *(pytest.param(kind, marks=SLOW) for kind in ("indexed", "chunks", "blocks", "latents"))]
 )
-def test_pages_are_slots(kind):
+def test_paged_decoding_equals_one_call(kind):
     check_paged(kind)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["keys", "indexed", "latents", "blocks"])
-def test_pages_in_few_bits_and_of_other_sizes(kind):
+def test_quantized_pages_and_other_page_sizes(kind):
     check_paged(kind, "int8", bound=0.06)
     check_paged(kind, size=3)
 
@@ -159,15 +161,15 @@ def test_pages_in_few_bits_and_of_other_sizes(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [dict(data=2, tensor=2, context=2), dict(data=4, tensor=2)])
 @pytest.mark.parametrize("kind", ["keys", "indexed", "latents"])
-def test_pages_on_many_devices(kind, sizes):
+def test_sharded_pages(kind, sizes):
     layout = ed.Layout.create(**sizes)
     check_paged(kind, layout=layout)
     check_paged(kind, "int8", layout, bound=0.06)
 
 
 @pytest.mark.parametrize("name", ["qwen3-next-80b", "deepseek32-671b", "gemma3-12b"])
-def test_only_keys_and_values_are_in_pages(name):
-    """States stay per row, and windows have pages of their own number."""
+def test_only_keys_and_values_are_paged(name):
+    """States are stored per row, and windows have a separate number of pages."""
     from eqx_decoders.layers.cache.base import is_layer_cache
     from eqx_decoders.layers.cache.kv_cache import KVCache
     from eqx_decoders.layers.cache.paged import PagedKVCache

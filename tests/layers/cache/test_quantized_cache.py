@@ -1,4 +1,4 @@
-"""Caches in few bits: what is read is what was written up to the format's error, and everything else is as before."""
+"""Quantized caches: values are correct up to the error of the format, and everything else equals other caches."""
 
 import equinox as eqx
 import jax
@@ -20,7 +20,7 @@ from tests.models import extend, filled, rich_decoder, some_tokens
 
 
 FORMATS = tuple(BOUNDS)
-LOST = {"int8": 0.5 / 127, "int4": 0.5 / 7, "float8_e4m3fn": 1 / 16}  # of the largest number at most
+LOST = {"int8": 0.5 / 127, "int4": 0.5 / 7, "float8_e4m3fn": 1 / 16}  # relative to the largest value
 
 
 # --- the format ---
@@ -29,7 +29,7 @@ LOST = {"int8": 0.5 / 127, "int4": 0.5 / 7, "float8_e4m3fn": 1 / 16}  # of the l
 @pytest.mark.slow(fast=("1-int8",))
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("scale_heads", [1, 3])
-def test_numbers_are_kept_up_to_the_formats_error(dtype, scale_heads):
+def test_values_round_trip_up_to_the_error_of_the_format(dtype, scale_heads):
     x = jnp.asarray(normal(50, 3, 16) * np.exp(4 * normal(50, 3, 1, seed=2)))
     stored, scale = quantize(x, dtype, scale_heads)
     assert stored.dtype == dtype and scale.shape == (50, scale_heads) and scale.dtype == jnp.bfloat16
@@ -45,14 +45,14 @@ def test_numbers_are_kept_up_to_the_formats_error(dtype, scale_heads):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_zeros_stay_zeros_tiny_numbers_vanish_and_nan_is_seen(dtype):
+def test_zeros_tiny_values_and_nan(dtype):
     rows = jnp.asarray([[0.0, 0, 0], [1e-42, 0, -1e-42], [np.nan, 1, 2], [3e38, -3e38, 1]])[:, None]
     got = dequantize(*quantize(rows, dtype, 1), jnp.float32)[:, 0]
     assert not got[0].any() and not got[1].any() and jnp.isnan(got[2]).any() and jnp.isfinite(got[3]).all()
     assert_allclose(got[3, :2], [3e38, -3e38], rtol=0.01)
 
 
-def test_formats_are_checked_and_named():
+def test_formats_are_validated():
     for wrong in ("int16", "float8_e5m2", "uint8", "nonsense"):
         with refused(ConfigError, f"CacheFormat.dtype='{wrong}'", "'int8'", "'int4'", "'float8_e4m3fn'"):
             CacheFormat(dtype=wrong)
@@ -62,7 +62,7 @@ def test_formats_are_checked_and_named():
     assert CacheFormat(dtype="int4").unscaled_dtype == jnp.float32 and CacheFormat().unscaled_dtype == jnp.bfloat16
 
 
-def test_a_cache_has_the_bytes_that_its_format_says():
+def test_dtypes_and_shapes_of_values_and_scales():
     config = rich_decoder()
     one, blocks = dict(dtype="int4", scale_over="heads_and_head_dim"), dict(dtype="int8", scale_block=2)
     for given, scales in (("int8", 2), (ed.CacheFormat(**one), 1), (ed.CacheFormat(**blocks), 2 * 4)):
@@ -79,7 +79,7 @@ def test_a_cache_has_the_bytes_that_its_format_says():
 
 
 def stored_past(dtype, scale_heads, values=True, seed=0):
-    """A past, and what it says in float32."""
+    """Return a past, and its dequantized float32 values."""
     key, value = (jnp.asarray(normal(2, 2, 11, 8, seed=seed + i)) for i in range(2))
     (key, key_scale), (value, value_scale) = (
         tuple(y.swapaxes(1, 2) for y in quantize(x.swapaxes(1, 2), dtype, scale_heads)) for x in (key, value)
@@ -93,7 +93,7 @@ def stored_past(dtype, scale_heads, values=True, seed=0):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("scale_heads, values", [(2, True), (1, False)])
-def test_scales_of_scores_and_weights_are_those_of_keys_and_values(dtype, scale_heads, values):
+def test_scaling_scores_and_weights_equals_dequantization(dtype, scale_heads, values):
     query = jnp.asarray(normal(2, 3, 4, 8, seed=5))
     options = dict(mask=SlidingWindow(9), soft_cap=3.0, query_positions=jnp.asarray([[11, 12, 13], [4, -1, -1]]))
     got, want = (
@@ -106,8 +106,8 @@ def test_scales_of_scores_and_weights_are_those_of_keys_and_values(dtype, scale_
         assert_close(attend_past(query, stored_past(dtype, scale_heads, values)[0], execution=run, **options), want)
 
 
-def test_nothing_but_the_format_is_lost_in_16_bits():
-    """With activations in bfloat16 results are as near as those of keys and values that were never in few bits."""
+def test_bfloat16_queries_lose_no_more_than_without_quantization():
+    """The error of bfloat16 activations is as small as with keys and values that were not quantized."""
     query = jnp.asarray(normal(2, 3, 4, 8, seed=5), jnp.bfloat16)
     past, plain = stored_past("int8", 2)
     options = dict(mask=Causal(), query_positions=jnp.asarray([[11, 12, 13], [4, -1, -1]]), execution=ed.Execution())
@@ -123,7 +123,7 @@ def test_nothing_but_the_format_is_lost_in_16_bits():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_rows_are_copied_bit_by_bit_wherever_they_go(dtype):
+def test_rows_are_copied_bit_by_bit(dtype):
     tokens, kind = jnp.arange(7)[None], CacheFormat(dtype=dtype)
     entries = NewKV(*(jnp.asarray(normal(2, 1, 7, 2, 8, seed=seed)) for seed in (1, 2)))
 
@@ -156,7 +156,7 @@ def share(got, want):
 
 
 def check_pieces(model, cache, pieces, bound):
-    """Pieces of a prefill, then single tokens with a row that rests: the logits of one call."""
+    """Compare chunked prefill and decoding, in which a row pauses, with one call."""
     tokens = some_tokens(2, 14)
     want, begin = model(tokens).logits, 0
     for piece in pieces:
@@ -185,8 +185,8 @@ def check_pieces(model, cache, pieces, bound):
         ("latents", "float8_e4m3fn", 0.3),
     ],
 )
-def test_pieces_are_one_call(kind, given, bound):
-    """Windows that turn round, a row that stops, prefill in pieces and tokens."""
+def test_pieces_equal_one_call(kind, given, bound):
+    """Rolling windows, a row that stops, chunked prefill and single tokens."""
     model = filled(decoder(kind))
     cache = ed.init_cache(model.config, 2, 16, dtype=given)
     cache = check_pieces(model, cache, (5, 5, 1, 1, 1, 1), bound)
@@ -196,7 +196,7 @@ def test_pieces_are_one_call(kind, given, bound):
 @pytest.mark.slow
 @pytest.mark.parametrize("given", ["int8", CacheFormat(dtype="float8_e4m3fn", scale_over="heads_and_head_dim")])
 @pytest.mark.parametrize("kind", ["keys", "indexed", "latents"])
-def test_many_devices_read_and_write_what_one_does(kind, given):
+def test_sharded_cache_equals_one_device(kind, given):
     tokens, model = some_tokens(4, 13), filled(decoder(kind))
     for sizes in (dict(data=2, tensor=2, context=2), dict(context=8)):
         layout, results = ed.Layout.create(**sizes), []
@@ -206,7 +206,7 @@ def test_many_devices_read_and_write_what_one_does(kind, given):
                 logits, cache = extend(placed, tokens[:, begin:end], cache)
             results.append((logits, cache))
         (want, kept), (got, split) = results
-        # rounding elsewhere may move a number by one step
+        # another rounding may change a value by one step
         assert share(jax.device_get(got), jax.device_get(want)) < 0.02, sizes
         changed = [
             np.mean(np.asarray(a) != np.asarray(b)) for a, b in zip(*map(jax.tree.leaves, (kept, split)), strict=True)
@@ -215,7 +215,7 @@ def test_many_devices_read_and_write_what_one_does(kind, given):
 
 
 @pytest.mark.slow
-def test_generation_reads_what_a_quantised_cache_holds():
+def test_generation_uses_the_quantized_values():
     model = filled(rich_decoder(2))
     prompt = some_tokens(2, 8)
     cache = ed.init_cache(model.config, 2, 16, dtype="int4")
@@ -234,7 +234,7 @@ def test_generation_reads_what_a_quantised_cache_holds():
 
 
 @pytest.mark.slow
-def test_streams_and_drafts_take_a_format():
+def test_streaming_and_drafts_accept_a_format():
     config = ed.with_mtp(rich_decoder(2), 1)
     model, prompt = filled(config), some_tokens(2, 8)
     want = ed.generate(model, prompt, max_new_tokens=6, cache_dtype="int8")
@@ -247,7 +247,7 @@ def test_streams_and_drafts_take_a_format():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-next-80b", "kimi-linear-48b-a3b"])
-def test_states_stay_as_they_are(name):
+def test_states_are_not_quantized(name):
     config = ed.get_config(name)
     caches = [ed.abstract_cache(config, 2, 64, dtype=dtype) for dtype in ("int8", "float32")]
     from eqx_decoders.layers.cache.base import is_layer_cache

@@ -1,4 +1,4 @@
-"""Caches with a scale for each block of a head's features: a large number costs only its neighbors precision."""
+"""Caches with a scale per block of head features: a large value only affects the precision of its block."""
 
 import types
 
@@ -31,7 +31,7 @@ BLOCKS = CacheFormat(dtype="float8_e4m3fn", scale_block=2)
 
 @pytest.mark.slow(fast=("float8_e4m3fn",))
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_each_block_has_the_formats_error(dtype):
+def test_error_of_each_block_is_relative_to_its_largest_value(dtype):
     x = np.array(normal(50, 3, 16))
     x[:, 1, 5] = 1e4  # in the second block of the second head
     stored, scale = quantize(jnp.asarray(x), dtype, 12)
@@ -44,7 +44,7 @@ def test_each_block_has_the_formats_error(dtype):
     assert_array_equal(turned[0].swapaxes(0, 1), got)
 
 
-def test_formats_say_what_shares_a_scale():
+def test_formats_define_which_values_share_a_scale():
     assert [BLOCKS.scale_heads(2, size) for size in (1, 2, 4, 64)] == [2, 2, 4, 64]
     with refused(ConfigError, "CacheFormat.scale_block=0"):
         CacheFormat(dtype="int8", scale_block=0)
@@ -56,7 +56,7 @@ def test_formats_say_what_shares_a_scale():
 
 
 @pytest.mark.slow
-def test_what_is_read_is_what_is_stored():
+def test_attention_uses_the_dequantized_values():
     key, value, query = (
         jnp.asarray(normal(2, *shape, seed=i)) for i, shape in enumerate([(11, 2, 8)] * 2 + [(3, 4, 8)])
     )
@@ -74,18 +74,18 @@ def test_what_is_read_is_what_is_stored():
     ("kind", "bound"),
     [("keys", 0.2), *((kind, 0.3) for kind in ("indexed", "latents", "chunks", "blocks"))],
 )
-def test_pieces_are_one_call(kind, bound):
+def test_pieces_equal_one_call(kind, bound):
     model = filled(decoder(kind))
     check_pieces(model, ed.init_cache(model.config, 2, 16, dtype=BLOCKS), (5, 5, 1, 1, 1, 1), bound)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["keys", "indexed", "latents", "blocks"])
-def test_pages_hold_blocks(kind):
+def test_paged_decoding_with_scale_blocks(kind):
     check_paged(kind, BLOCKS, bound=0.3)
 
 
-def test_the_kernel_of_pages_leaves_blocks_to_the_general_path():
+def test_paged_kernel_does_not_support_scale_blocks():
     shape = KVShape(slots=64, kv_heads=2, head_dim=128, rolling=False)
     for block, fits in ((None, True), (128, True), (64, False)):
         pages = build_pages(shape, 1, 1, 64, CacheFormat(dtype="int8", scale_block=block), PageConfig(page_size=32))
@@ -100,8 +100,8 @@ def test_the_kernel_of_pages_leaves_blocks_to_the_general_path():
     ("kind", "block", "sizes"),
     [("latents", 6, dict(tensor=2, data=4)), ("keys", 4, dict(tensor=2, context=4))],
 )
-def test_many_devices_read_and_write_what_one_does(kind, block, sizes):
-    """Also where devices share a head of latents, and each has the scales of some of its blocks."""
+def test_sharded_cache_equals_one_device(kind, block, sizes):
+    """Also if devices share a latent head, each with the scales of some blocks."""
     tokens, model, results = some_tokens(4, 13), filled(decoder(kind)), []
     form = CacheFormat(dtype="float8_e4m3fn", scale_block=block)
     for layout in (ed.Layout(), ed.Layout.create(**sizes)):
@@ -110,16 +110,16 @@ def test_many_devices_read_and_write_what_one_does(kind, block, sizes):
             logits, cache = extend(placed, tokens[:, begin:end], cache)
         results.append(jax.device_get((logits, cache)))
     (want, alone), (got, split) = results
-    assert share(got, want) < 0.05  # rounding elsewhere may move a number by one step
+    assert share(got, want) < 0.05  # another rounding may change a value by one step
     pairs = zip(*map(jax.tree.leaves, (alone, split)), strict=True)
     assert max(np.mean(np.asarray(a) != np.asarray(b)) for a, b in pairs) < 0.02
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", [pytest.param(None, id="slots"), pytest.param(PageConfig(page_size=8), id="pages")])
-def test_engines_write_what_generate_writes(pages):
+def test_engine_equals_generate(pages):
     engine = engine_for("llama_rope", cache_dtype=BLOCKS, pages=pages)
     prompt = tuple(range(5, 5 + SMALL["prefill_chunk"]))
     want = ed.generate(engine.model, np.asarray([prompt], np.int32), max_new_tokens=12, cache_dtype=BLOCKS)
-    for _ in range(2):  # the second time from the cache of prefixes
+    for _ in range(2):  # the second time with cached prefixes
         assert engine.run([Request(prompt=prompt, max_new_tokens=12)])[0] == tuple(want[0].tolist())

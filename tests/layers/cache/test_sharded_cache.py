@@ -1,4 +1,4 @@
-"""Caches whose slots are split over `context`: prefill in pieces, and decoding, for every kind of attention."""
+"""Caches whose slots are sharded over `context`: chunked prefill and decoding for every type of attention."""
 
 import re
 
@@ -15,8 +15,8 @@ from tests.models import filled
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MIXERS)
 @pytest.mark.parametrize("piece", [4, 5])
-def test_pieces_and_tokens_are_one_call(kind, piece):
-    """Pieces that the mesh divides and that it does not; rows at different places, rings that have turned."""
+def test_pieces_and_tokens_equal_one_call(kind, piece):
+    """Pieces that the mesh does or does not divide, rows at different positions, wrapped rolling windows."""
     layout = ed.Layout.create(context=4, data=2)
     cache = ed.abstract_cache(decoder(kind), 4, 16, layout=layout)
     split = [leaf for leaf in jax.tree.leaves(cache) if "context" in str(leaf.sharding.spec)]
@@ -25,7 +25,7 @@ def test_pieces_and_tokens_are_one_call(kind, piece):
 
 
 @pytest.mark.slow
-def test_many_devices_write_what_one_writes():
+def test_sharded_cache_equals_one_device():
     model = filled(decoder("keys"))
     prompt = [[5, 6, 7, 8, 9, 10, 11], [3, 1, 2]]
     want = ed.generate(model, prompt, max_new_tokens=9)
@@ -34,8 +34,8 @@ def test_many_devices_write_what_one_writes():
         assert got.tolist() == want.tolist()
 
 
-def test_a_decoding_step_gathers_no_slots():
-    """Neither to read nor to write them: no result of a collective has a device's slots, or all."""
+def test_decoding_step_does_not_gather_slots():
+    """For reads and writes: no result of a collective has the size of a device's slots, or of all slots."""
     layout = ed.Layout.create(context=4, tensor=2)
     config = decoder("keys")
     model, cache = ed.abstract(config, layout=layout), ed.abstract_cache(config, 2, 4 * 208, layout=layout)

@@ -1,4 +1,4 @@
-"""Embeddings and absolute positions against NumPy; the one-hot lookup equals the gather, also on a split table."""
+"""Embeddings and absolute positions against NumPy; the one-hot lookup equals the gather, also on a sharded table."""
 
 import math
 
@@ -25,7 +25,7 @@ def test_token_embedding(precision):
     tokens, ctx = jnp.asarray([[0, 5, 6, 99, -1, 3]]), context(np.zeros((1, 6)), precision=precision)
     out = TokenEmbedding(table=jnp.asarray(table), scale=2.5)(tokens, ctx)
     assert out.dtype == precision.compute
-    want = 2.5 * table[[[0, 5, 5, 5, 0, 3]]]  # ids out of the vocabulary are clipped into it
+    want = 2.5 * table[[[0, 5, 5, 5, 0, 3]]]  # ids out of range are clipped
     assert_close(
         out.astype(jnp.float32), want, units=16 if precision.compute == np.float32 else 2, dtype=precision.compute
     )
@@ -57,13 +57,13 @@ SEGMENTS = np.asarray([[1, 1, 2, 2, 2, 0], [0, 0, 3, 3, 1, 1], [5, 5, 5, 5, 5, 5
 
 
 @pytest.mark.slow
-def test_positions_count_from_the_begin_of_a_document():
+def test_positions_count_from_the_start_of_a_document():
     assert document_positions(None, None, (2, 3))[0].tolist() == [[0, 1, 2]] * 2
     want = [[0, 1, 0, 1, 2, -1], [-1, -1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5], [-1, 0, -1, -1, 1, -1]]
     found, documents = document_positions(None, jnp.asarray(SEGMENTS), SEGMENTS.shape)
     assert found.tolist() == want
     assert documents.tolist() == [[1, 1, 2, 2, 2, 0], [0, 0, 1, 1, 2, 2], [1] * 6, [0, 1, 0, 0, 1, 0]]
-    again = jnp.asarray([[7, 0, 7, 2, 0, 7]])  # behind another document it is a new one
+    again = jnp.asarray([[7, 0, 7, 2, 0, 7]])  # after another document, it is a new document
     found, documents = document_positions(None, again, again.shape)
     assert found.tolist() == [[0, -1, 1, 0, -1, 0]] and documents.tolist() == [[1, 0, 1, 2, 0, 3]]
     given = jnp.full(SEGMENTS.shape, 9)
@@ -72,8 +72,8 @@ def test_positions_count_from_the_begin_of_a_document():
     )
 
 
-def test_positions_go_on_from_a_cache():
-    """Padding on either side takes none."""
+def test_positions_continue_from_a_cache():
+    """Padding on either side does not count."""
     begin = jnp.asarray([3, 0, 7, 1])
     assert document_positions(None, None, (4, 2), begin)[0].tolist() == [[3, 4], [0, 1], [7, 8], [1, 2]]
     want = [[3, 4, 5, 6, 7, -1], [-1, -1, 0, 1, 2, 3], [7, 8, 9, 10, 11, 12], [-1, 1, -1, -1, 2, -1]]
@@ -93,7 +93,7 @@ WEIGHTS = jnp.sin(jnp.arange(2 * 4 * EMBED, dtype=jnp.float32)).reshape(2, 4, EM
 
 @eqx.filter_jit
 def lookup(table, lookup, layout=ed.Layout(), compute=jnp.float32):
-    """The embeddings, and the table's gradient."""
+    """Return the embeddings and the gradient of the table."""
     execution = ed.Execution(lookup=lookup, layout=layout, precision=ed.Precision(compute=compute))
     ctx = ed.ForwardContext(positions=jnp.zeros_like(TOKENS), execution=execution)
 
@@ -105,7 +105,7 @@ def lookup(table, lookup, layout=ed.Layout(), compute=jnp.float32):
     return out, gradient
 
 
-def test_both_lookups_are_the_rows():
+def test_both_lookups_return_the_rows():
     ids = np.clip(np.asarray(TOKENS), 0, VOCAB - 1)
     want = np.zeros((VOCAB, EMBED))
     np.add.at(want, ids, 3.0 * np.asarray(WEIGHTS, np.float64))
@@ -117,7 +117,7 @@ def test_both_lookups_are_the_rows():
 
 @pytest.mark.slow(fast=("tensor=8",))
 @pytest.mark.parametrize("mesh", [dict(tensor=8), dict(tensor=4, fsdp=2), dict(tensor_sequence=2, data=2, fsdp=2)])
-def test_a_table_that_is_split_over_the_vocabulary_gives_the_same(mesh):
+def test_table_sharded_over_the_vocabulary_gives_equal_rows(mesh):
     layout = ed.Layout.create(**mesh)
     spec = jax.sharding.NamedSharding(layout.mesh, layout.weight_spec("vocab embed", TABLE.shape))
     assert spec.shard_shape(TABLE.shape)[0] < VOCAB
@@ -127,15 +127,15 @@ def test_a_table_that_is_split_over_the_vocabulary_gives_the_same(mesh):
     assert_allclose(gradient, want[1], rtol=0, atol=1e-5)
 
 
-def test_bfloat16_rows_are_the_same_bits():
+def test_bfloat16_rows_are_bit_equal():
     one, other = lookup(TABLE, "gather", compute=jnp.bfloat16), lookup(TABLE, "one_hot", compute=jnp.bfloat16)
     assert one[0].dtype == other[0].dtype == jnp.bfloat16
     assert one[1].dtype == other[1].dtype == jnp.float32
     assert_array_equal(one[0].astype(jnp.float32), other[0].astype(jnp.float32))
 
 
-def test_the_product_needs_no_gather_of_the_table():
-    """Split over the vocabulary alone, no device ever sees another's rows: the only traffic is the sum of results."""
+def test_one_hot_lookup_does_not_gather_the_table():
+    """With a table that is sharded over the vocabulary, the only communication is the sum of the results."""
     layout = ed.Layout.create(tensor=8)
     spec = jax.sharding.NamedSharding(layout.mesh, layout.weight_spec("vocab embed", TABLE.shape))
     table = jax.ShapeDtypeStruct(TABLE.shape, TABLE.dtype, sharding=spec)

@@ -1,4 +1,4 @@
-"""Engram: hashes that MaxText makes, too, and the layer against its formula in NumPy."""
+"""Engram: hashes equal MaxText's, and the layer matches its formula in NumPy."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ def context(tokens, positions=None, segment_ids=None, **options):
 
 @pytest.fixture(scope="module")
 def layer():
-    """Every array drawn: the convolution begins at zero."""
+    """Return a layer with random arrays: a new convolution would be zero."""
     layer = SMALL.build(EMBED, key=jax.random.key(0))
     generator = np.random.default_rng(0)
     return jax.tree.map(lambda leaf: jnp.asarray(generator.normal(0.3, 0.6, leaf.shape), leaf.dtype), layer)
@@ -61,7 +61,7 @@ def test_multipliers_and_sizes_match_maxtext(layer, multipliers, sizes):
 
 
 def row_by_hand(config, window):
-    """The rows for the classes of a token and of those before it, the last one first."""
+    """Return the rows for the classes of a token and of the previous tokens, the last one first."""
     rows, offset, sizes = [], 0, list(config.table_sizes)
     for order in range(2, config.max_ngram + 1):
         mixed = 0
@@ -81,8 +81,8 @@ WIDE = dataclasses.replace(
 
 
 @pytest.mark.slow
-def test_rows_of_63_bits_reach_back_to_an_end():
-    """What is before the last end counts as an end itself, whose place among the layers the numbers depend on."""
+def test_n_grams_of_63_bit_hashes_start_after_an_end_token():
+    """Tokens before the last end token count as end tokens. The multipliers depend on the layer index."""
     tokens = np.where(TOKENS % 3 == 0, 5, TOKENS).astype(np.int32)
     rows = ngram_rows(WIDE, jnp.asarray(tokens), jnp.full((2, 2), -1, jnp.int32), context(tokens).positions)
     for row, place in np.ndindex(tokens.shape):
@@ -110,7 +110,7 @@ def test_rows_equal_hashes_by_hand(max_ngram, classes):
 
 
 def test_no_product_overflows():
-    """The largest vocabulary and the largest id: hashes are those of whole numbers without bounds."""
+    """With the largest vocabulary and the largest id, hashes equal those of integers of arbitrary size."""
     config = EngramConfig(embed_dim=1, vocab_size=262_144, layers=(0,), layer=0, num_heads=1)
     tokens = np.full((1, 3), 262_143, np.int32)
     rows = ngram_rows(config, jnp.asarray(tokens), jnp.full((1, 2), -1, jnp.int32), context(tokens).positions)
@@ -124,7 +124,7 @@ def test_tables_of_all_layers_differ():
     assert configs[0].multipliers != configs[1].multipliers
 
 
-def test_classes_come_back():
+def test_classes_round_trip_through_json():
     classes = np.random.default_rng(0).integers(0, 1000, 5000)
     table = TokenClasses.of(classes)
     assert_array_equal(table.ids, classes)
@@ -139,7 +139,7 @@ def normed(x, scale):
 
 
 def layer_by_hand(layer, x, rows):
-    """One document: `x` is [length, streams, embed]."""
+    """Compute one document: `x` is [length, streams, embed]."""
     config, length = layer.config, len(x)
     vectors = wide(layer.table)[rows].reshape(length, -1)
     key = normed(np.einsum("lf,fse->lse", vectors, wide(layer.key)) + wide(layer.key_bias), layer.key_scale)
@@ -157,7 +157,7 @@ def layer_by_hand(layer, x, rows):
     return values + (smooth * sigmoid(smooth)).reshape(values.shape)
 
 
-def test_equals_its_formula(layer):
+def test_layer_matches_its_formula(layer):
     ctx = context(TOKENS)
     rows = np.asarray(ngram_rows(SMALL, ctx.tokens, jnp.full((2, 2), -1, jnp.int32), ctx.positions))
     want = np.stack([layer_by_hand(layer, x, row) for x, row in zip(wide(X), rows, strict=True)])
@@ -165,7 +165,7 @@ def test_equals_its_formula(layer):
 
 
 @pytest.mark.slow
-def test_one_stream_is_that_of_a_plain_model():
+def test_model_without_streams_equals_one_stream():
     config = dataclasses.replace(SMALL, streams=1)
     layer = config.build(EMBED, key=jax.random.key(1))
     plain, _ = apply(layer, jnp.asarray(X[:, :, 0]), context(TOKENS))
@@ -176,7 +176,7 @@ def test_one_stream_is_that_of_a_plain_model():
 @pytest.mark.slow
 @pytest.mark.parametrize("pieces", [(1,) * LENGTH, (4, 1, 6)])
 @pytest.mark.parametrize("accept_all", [True, False])
-def test_pieces_equal_the_whole(layer, pieces, accept_all):
+def test_pieces_equal_one_call(layer, pieces, accept_all):
     whole, _ = apply(layer, jnp.asarray(X), context(TOKENS))
     shapes, begin, outs = SMALL.cache_shape(LENGTH), 0, []
     memory = {name: shape.build(1, 2, jnp.float32) for name, shape in shapes.items()}
@@ -193,8 +193,8 @@ def test_pieces_equal_the_whole(layer, pieces, accept_all):
 
 
 @pytest.mark.slow
-def test_packed_documents_are_alone(layer):
-    """Two documents and padding in a row: each as if it were by itself, and nothing of it known to the next."""
+def test_packed_documents_equal_separate_documents(layer):
+    """A row with two documents and padding."""
     segment_ids = np.array([[1] * 5 + [2] * 4 + [0] * 2] * 2, np.int32)
     positions = np.array([[*range(5), *range(4), -1, -1]] * 2, np.int32)
     packed, _ = apply(layer, jnp.asarray(X), context(TOKENS, positions, segment_ids))
@@ -205,8 +205,8 @@ def test_packed_documents_are_alone(layer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("places", [(2, 3, 4), (0, 1, 10), (0, 4, 9)])
-def test_padding_changes_nothing(layer, places):
-    """Padding within a row, before it and behind it."""
+def test_padding_has_no_effect(layer, places):
+    """Padding within a row, before it and after it."""
     real = np.ones(LENGTH, bool)
     real[list(places)] = False
     positions = np.broadcast_to(np.where(real, np.cumsum(real) - 1, -1).astype(np.int32), TOKENS.shape)
@@ -220,8 +220,8 @@ def test_padding_changes_nothing(layer, places):
 
 
 @pytest.mark.slow
-def test_tokens_over_a_memory_on_a_mesh():
-    """The memory splits the features of what a product adds up over split weights."""
+def test_cached_tokens_on_a_mesh():
+    """The cache shards the features of a sum over sharded weights."""
     config = dataclasses.replace(SMALL, embed_dim=16, head_dim=8)
     block = ed.BlockConfig(
         mlp=LinearConfig(),
@@ -277,21 +277,21 @@ def test_wrong_configurations_are_refused(changes, names):
 @pytest.mark.parametrize(
     "packed", ["no base64!", "AAAA", TokenClasses.of([0, 1]).packed[:-8]], ids=["no base64", "short", "cut off"]
 )
-def test_malformed_classes(packed):
+def test_malformed_classes_are_refused(packed):
     with refused(ed.ConfigError, "TokenClasses.packed", "TokenClasses.of"):
         TokenClasses(packed)
 
 
-def test_negative_classes():
+def test_negative_classes_are_refused():
     with refused(ed.ConfigError, "TokenClasses"):
         TokenClasses.of([0, -1])
 
 
-def test_another_width():
+def test_another_input_size_is_refused():
     with refused(ed.ConfigError, "EngramConfig.embed_dim=6", "7"):
         SMALL.build(7, key=jax.random.key(0))
 
 
-def test_without_tokens(layer):
+def test_input_without_tokens_is_refused(layer):
     with refused(ed.ConfigError, "Engram", "tokens"):
         layer(jnp.asarray(X), ed.ForwardContext(positions=jnp.zeros((2, LENGTH), jnp.int32)))

@@ -1,4 +1,4 @@
-"""What stands between tables and the stream where these have other features, against NumPy."""
+"""Projections between the embedding table and the stream if their sizes differ, against NumPy."""
 
 import dataclasses
 import math
@@ -26,8 +26,8 @@ NARROW = dict(
 
 
 @pytest.mark.slow
-def test_a_narrow_table_is_projected_in_and_out():
-    """The stream begins as `scale * (row @ kernel)`; the tied head reads `norm(gelu(x @ kernel + bias))`."""
+def test_narrow_table_has_input_and_output_projections():
+    """The stream is `scale * (row @ kernel)`. The tied head reads `norm(gelu(x @ kernel + bias))`."""
     model, tokens = filled(rich_decoder(1, **NARROW)), some_tokens(2, 5)
     rows = wide(model.embedding.table)[np.asarray(tokens)]
     assert_close(model.embed_tokens(tokens), 3.0 * rows @ wide(model.embedding.projection.kernel))
@@ -42,14 +42,14 @@ def test_a_narrow_table_is_projected_in_and_out():
 
 
 @pytest.mark.slow
-def test_new_ones_have_about_unit_gain():
+def test_new_projections_have_about_unit_gain():
     model = ed.init(rich_decoder(1, **NARROW), key=jax.random.key(0))
     assert np.std(model.embedding.projection.kernel) == pytest.approx(8**-0.5, rel=0.2)
     assert np.std(model.head_transform.kernel) == pytest.approx(EMBED**-0.5, rel=0.2)
     assert not np.any(model.head_transform.bias)
 
 
-def test_a_tied_head_reads_what_the_table_has():
+def test_tied_head_must_have_the_size_of_the_table():
     with refused(ed.ConfigError, "tied=True", "16", "8", "head_transform.features"):
         rich_decoder(1, **NARROW | dict(head_transform=None))
     untied = dataclasses.replace(rich_decoder(1), embedding_rank=8)

@@ -1,4 +1,4 @@
-"""Hashes of n-grams in 63 bits: in two words as with whole numbers without bounds, and transformers' multipliers."""
+"""Hashes of n-grams in 63 bits: two-word arithmetic is exact, and multipliers equal those of transformers."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def test_multipliers_match_transformers(classes, number, want):
 @pytest.mark.slow(fast=("248320-20000000",))
 @pytest.mark.parametrize(("classes", "base"), [(248_320, 20_000_000), (2, 2), (2**31 - 1, 2**29)])
 def test_remainders_are_exact(classes, base):
-    """Products up to 2^63, tables from two rows to more than 2^29; numpy has integers of 64 bits."""
+    """Products up to 2^63, tables of two rows up to more than 2^29 rows; NumPy has 64-bit integers."""
     factors = multipliers(63, 7, 0, classes, 3)
     sizes = np.asarray(table_sizes((0,), (base, base + 1), 2)[0], np.int32).reshape(2, 2)
     tokens = np.random.default_rng(0).integers(0, classes, (3, 2, 200))
@@ -36,8 +36,8 @@ def test_remainders_are_exact(classes, base):
         assert_array_equal(rows[order - 1], mixed[..., None] % sizes[order - 1])
 
 
-def test_an_end_keeps_what_was_before_it_away():
-    """As transformers' loop over earlier ends: one belongs to the text that it ends."""
+def test_n_grams_do_not_cross_end_tokens():
+    """As in transformers' loop over earlier end tokens. An end token belongs to the text that it ends."""
     tokens, end = np.random.default_rng(1).integers(0, 3, (4, 30)), 0
     earlier = [jnp.asarray(np.pad(tokens, ((0, 0), (k, 0)), constant_values=-1)[:, :30]) for k in (1, 2, 3)]
     reached = up_to_last(earlier, end)

@@ -35,7 +35,7 @@ def test_embeddings_of_each_layer_equal_the_formula(unknown):
     assert_close(layer(jnp.asarray(TOKENS), jnp.asarray(x), context(np.zeros((1, 4)))), want.transpose(2, 0, 1, 3))
 
 
-def test_embeddings_in_place_of_tokens_are_refused():
+def test_input_embeddings_without_tokens_are_refused():
     layer = drawn(lambda key: PerLayerEmbeddingConfig(features=2, vocab_size=VOCAB).build(EMBED, LAYERS, key=key))
     with refused(ed.ConfigError, "tokens"):
         layer(None, jnp.asarray(normal(1, 4, EMBED)), context(np.zeros((1, 4))))

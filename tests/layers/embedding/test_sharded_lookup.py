@@ -1,4 +1,4 @@
-"""Rows of split tables: those of the whole table, with gradients, and without gathering it."""
+"""Lookups in sharded tables: rows and gradients equal those of one device, without gathering the table."""
 
 import equinox as eqx
 import jax
@@ -37,7 +37,7 @@ MESHES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("shape", [(8, 4, 2), (8, 4), (1, 3)])
-def test_rows_and_gradients_are_those_of_one_device(mesh, shape):
+def test_rows_and_gradients_equal_one_device(mesh, shape):
     """Also for a batch that the mesh does not divide."""
     rows, layout = drawn(*shape), ed.Layout.create(**MESHES[mesh])
     weight = jnp.asarray(np.random.default_rng(2).normal(size=(*shape, 3, 8)), jnp.float32)
@@ -57,22 +57,22 @@ ROWS = WEIGHTS | {"rows": ("tensor", "expert"), "row_dim": ("fsdp", "context")}
 
 @pytest.mark.slow(fast=("fsdp=4 tensor=2",))
 @pytest.mark.parametrize("mesh", [dict(fsdp=4, tensor=2), dict(data=2, tensor=2, expert=2), dict(context=2, expert=4)])
-def test_rows_that_are_split_match_one_device(mesh):
-    """Each device has some of the rows; tokens that are split by the same axis, too."""
+def test_sharded_rows_equal_one_device(mesh):
+    """Each device has some of the rows; tokens may be sharded over the same axis."""
     rows, layout = drawn(8, 4), ed.Layout.create(**mesh, weights=ROWS)
     weight = jnp.asarray(np.random.default_rng(2).normal(size=(8, 4, 3, 8)), jnp.float32)
     run = eqx.filter_jit(eqx.filter_value_and_grad(lambda table, layout: jnp.sum(found(layout, rows, table) * weight)))
     assert_close(run(TABLE, layout), run(TABLE, ed.Layout()))
 
 
-def test_only_rows_and_features_are_split():
+def test_only_rows_and_features_are_sharded():
     layout = ed.Layout.create(fsdp=4, tensor=2, weights=WEIGHTS | {"per_layer": ("tensor",)})
     table = jnp.zeros((300, 8, 8))
     with refused(ed.ConfigError, "'per_layer'"):
         found(layout, drawn(8, 4), table)
 
 
-def test_no_device_gets_the_table():
+def test_table_is_not_gathered():
     layout = ed.Layout.create(data=2, fsdp=4)
     table = jax.device_put(TABLE, jax.NamedSharding(layout.mesh, layout.weight_spec(WORDS)))
     rows = jax.device_put(drawn(8, 4), layout.activation_sharding("batch length", (8, 4)))

@@ -35,7 +35,7 @@ from tests.programs import drop_compiled_programs
 
 
 EMBED, MLP = 16, 12
-# biases everywhere, clamps and an offset: whatever is added once too often shows
+# with all biases, clamps and an offset, so that a term that is added too often changes the result
 RICH = ExpertsConfig(
     num_experts=8, num_experts_per_token=3, mlp_dim=MLP, router=RouterConfig(bias=True),
     activation="quick_gelu", up_offset=1.0, limit=0.7, bias=True,
@@ -57,7 +57,7 @@ MESHES = [
     dict(expert=2, context=2, tensor=2),
 ]
 EXCHANGES = ["gather", "all_to_all"]
-# a layer, whether it has low-rank pairs, a mesh and how its experts get their tokens, in how many rounds
+# layer, whether it has low-rank pairs, mesh, how its experts exchange tokens, number of rounds
 CASES = {
     "ring": (RICH, True, dict(expert=2, fsdp=2, tensor=2), "gather", 1),
     "travel": (SCALED, False, dict(expert=8), "all_to_all", 3),
@@ -68,7 +68,7 @@ CASES = {
 
 @functools.cache
 def layer(config: ExpertsConfig, pairs: bool = False) -> Experts:
-    """Every weight drawn by NumPy; with pairs, low-rank ones with magnitudes for two of the projections."""
+    """Return a layer with random weights from NumPy; with pairs, two projections have low-rank pairs and magnitudes."""
     draws = np.random.default_rng(0)
 
     def draw(*shape):
@@ -85,22 +85,22 @@ def layer(config: ExpertsConfig, pairs: bool = False) -> Experts:
     return eqx.tree_at(lambda m: (m.up, m.down), built, (pair(built.up), pair(built.down))) if pairs else built
 
 
-def together(module: Experts) -> Experts:
-    """All tokens go to the same experts, which are neighbors."""
+def with_equal_routing(module: Experts) -> Experts:
+    """Make all tokens select the same neighboring experts."""
     router, number = module.router, module.config.num_experts
     bias = jnp.where(jnp.arange(number) < module.config.num_experts_per_token, 50.0, 0.0)
     return eqx.tree_at(lambda m: (m.kernel, m.bias), router, (jnp.zeros_like(router.kernel), bias))
 
 
 def tokens(rows: int, length: int, seed: int = 1):
-    """Tokens and their positions; every third one is padding if there are more than two."""
+    """Return tokens and their positions; with more than two tokens, every third one is padding."""
     x = np.random.default_rng(seed).normal(size=(rows, length, EMBED)).astype(np.float32)
     places = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
     return jnp.asarray(x), jnp.asarray(np.where((places % 3 == 2) & (length > 2), -1, places))
 
 
 def call(diff, positions, execution):
-    """A sum that weighs every number differently, and output and statistics."""
+    """Return a weighted sum of the output, the output and the statistics."""
     module, x = diff
     out, stats = module(x, ed.ForwardContext(positions=positions, execution=execution))
     weights = jnp.sin(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
@@ -108,32 +108,32 @@ def call(diff, positions, execution):
 
 
 def program(execution):
-    """Values and gradients."""
+    """Return values and gradients."""
     gradient = jax.value_and_grad(call, has_aux=True)
     return eqx.filter_jit(lambda diff, positions: gradient(diff, positions, execution))
 
 
-# all experts on all tokens, on one device
+# the reference: all experts on all tokens, on one device
 alone = program(ed.Execution(experts="dense"))
 
 
-def placed(module, x, layout):
-    """Weights and tokens as the layout splits them; tokens that it can't split, as it can."""
+def shard(module, x, layout):
+    """Shard weights and tokens as in the layout, if their sizes can be divided."""
     x = jax.device_put(x, layout.activation_sharding("batch length embed", x.shape))
     return jax.device_put(module, layout.shardings(module)), x
 
 
 def check_equal(run, module, x, positions, layout):
-    """With routing as it comes, all tokens together, and padding alone."""
-    routed = eqx.tree_at(lambda m: m.router, module, together(module))
+    """Check normal routing, all tokens with the same experts, and padding only."""
+    routed = eqx.tree_at(lambda m: m.router, module, with_equal_routing(module))
     for each, places in ((module, positions), (routed, positions), (module, jnp.full_like(positions, -1))):
         want = alone((each, x), places)
-        assert_close(run(placed(each, x, layout), places), want, units=256)
+        assert_close(run(shard(each, x, layout), places), want, units=256)
         assert np.any(want[1][0].down if places is positions else 0) == (places is positions)
 
 
 def execution(name: str) -> ed.Execution:
-    """That of a case: as many bytes as what a device gathers or has room for in a round."""
+    """Return the execution options of a case: a byte limit that gives the number of rounds."""
     config, _, mesh, exchange, rounds = CASES[name]
     some = dict(exchange_bytes=48 * (config.latent_dim or EMBED) * 4 // rounds) if rounds > 1 else {}
     return ed.Execution(layout=ed.Layout.create(**mesh), expert_exchange=exchange, **some)
@@ -144,26 +144,26 @@ def compiled(name: str):
     config, pairs, mesh, *_ = CASES[name]
     layout, (x, positions) = ed.Layout.create(**mesh), tokens(8, 6)
     run = program(execution(name))
-    return layout, run.lower(placed(layer(config, pairs), x, layout), positions).compile()
+    return layout, run.lower(shard(layer(config, pairs), x, layout), positions).compile()
 
 
 @pytest.mark.slow(fast=("pieces",))
 @pytest.mark.parametrize("name", CASES)
-def test_a_mesh_equals_one_device(name):
+def test_mesh_equals_one_device(name):
     config, pairs, *_ = CASES[name]
     layout, run = compiled(name)
     check_equal(run, layer(config, pairs), *tokens(8, 6), layout)
 
 
 def test_rounds_pad_tokens_that_they_do_not_divide(monkeypatch):
-    """A prime number of tokens takes as few rounds as fit, and no token is lost."""
+    """A prime number of tokens uses the minimum number of rounds, and all tokens are computed."""
     maps = Mock(wraps=lax.map)
     monkeypatch.setattr(lax, "map", maps)
     module, (x, positions) = layer(NARROW), tokens(8, 7)
     layout = ed.Layout.create(fsdp=8)
     run = jax.jit(lambda module, x, where: module(x, ed.ForwardContext(positions=positions, execution=where))[0],
                   static_argnums=2)  # fmt: skip
-    found = run(*placed(module, x, layout), ed.Execution(layout=layout, exchange_bytes=3 * 8 * 4))
+    found = run(*shard(module, x, layout), ed.Execution(layout=layout, exchange_bytes=3 * 8 * 4))
     assert_close(found, run(module, x, ed.Execution(experts="dense")), units=256)
     (_, (rows, indices, _)), _ = maps.call_args
     assert rows.shape == (3, 3, 8) and indices.shape[:2] == (3, 3)
@@ -181,8 +181,8 @@ def test_the_buffer_of_an_all_to_all_fits_exchange_bytes_after_a_gather(monkeypa
 
 
 @pytest.fixture
-def rings(monkeypatch):
-    """Rings of two levels for small weights on CPUs, too; counts the products that have them."""
+def count_ring_products(monkeypatch):
+    """Enable two-level rings for small weights on CPU, and count the products that use them."""
     backend = dataclasses.replace(ed.Layout.create(fsdp=8).backend, gradient_rings=True)
     monkeypatch.setattr(ed.Layout, "backend", property(lambda self: backend))
     monkeypatch.setattr(grouped_product, "LANES", 1)
@@ -195,10 +195,10 @@ def rings(monkeypatch):
 
 
 @pytest.mark.slow
-def test_ring_reduce_scatter_gradients_equal_one_device(rings):
+def test_ring_reduce_scatter_gradients_equal_one_device(count_ring_products):
     layout, (x, positions) = ed.Layout.create(fsdp=4, tensor=2), tokens(8, 6)
     check_equal(program(ed.Execution(layout=layout)), layer(RICH), x, positions, layout)
-    chosen = [ring for (of_each, *_), _ in rings.call_args_list for ring in of_each]
+    chosen = [ring for (of_each, *_), _ in count_ring_products.call_args_list for ring in of_each]
     assert chosen[:3] == [
         grouped_product.GroupRing(("fsdp",), (2, 2), dimension, 2) for dimension in (1, 1, 2)
     ]  # gate, up, down
@@ -209,13 +209,13 @@ def test_ring_reduce_scatter_gradients_equal_one_device(rings):
     "mesh, some",
     [(dict(fsdp=4, expert=2), {}), (dict(fsdp=8), dict(exchange_bytes=192))],
 )
-def test_no_ring_if_devices_run_different_numbers_of_products(rings, mesh, some):
-    """Split experts take as many pieces as they have rows; rounds would each send a gradient. Nothing is compiled."""
+def test_no_ring_if_devices_run_different_numbers_of_products(count_ring_products, mesh, some):
+    """Sharded experts use as many chunks as they need. Each round would send a gradient. Nothing is compiled."""
     layout, diff = ed.Layout.create(**mesh), (layer(RICH), tokens(8, 6)[0])
     eqx.filter_eval_shape(program(ed.Execution(layout=layout, **some)), diff, tokens(8, 6)[1])
-    assert rings.call_count == 0
+    assert count_ring_products.call_count == 0
     eqx.filter_eval_shape(program(ed.Execution(layout=ed.Layout.create(fsdp=8))), diff, tokens(8, 6)[1])
-    assert rings.call_count == 2
+    assert count_ring_products.call_count == 2
 
 
 @pytest.mark.slow
@@ -237,14 +237,14 @@ def test_half_precision_on_a_mesh_equals_one_device(exchange):
     x = x.astype(jnp.bfloat16)
     want = program(ed.Execution())((layer(SCALED), x), positions)[1]
     run = program(ed.Execution(layout=layout, expert_exchange=exchange))
-    assert_close(run(placed(layer(SCALED), x, layout), positions)[1], want, units=4, dtype="bfloat16")
+    assert_close(run(shard(layer(SCALED), x, layout), positions)[1], want, units=4, dtype="bfloat16")
 
 
 @pytest.mark.slow(fast=("gather-rich",))
 @pytest.mark.parametrize("config", [RICH, SCALED], ids=["rich", "scaled"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_outputs_and_gradients_keep_the_dtypes_of_inputs_and_weights(config, exchange):
-    """Tokens in bf16 and weights in f32: so are the output and the gradients. Nothing is compiled."""
+    """Tokens in bf16 and weights in f32 give an output in bf16 and gradients in f32. Nothing is compiled."""
     layout, (x, positions) = ed.Layout.create(expert=4, tensor=2), tokens(8, 6)
     run = program(ed.Execution(layout=layout, expert_exchange=exchange))
     diff = layer(config), x.astype(jnp.bfloat16)
@@ -258,12 +258,12 @@ def test_outputs_and_gradients_keep_the_dtypes_of_inputs_and_weights(config, exc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows, length", [(1, 1), (3, 4)])
-def test_a_batch_that_the_mesh_does_not_divide(rows, length):
-    """Decoding: tokens stay where they are, devices that can't share them all do the same."""
+def test_batch_that_the_mesh_does_not_divide(rows, length):
+    """As in decoding: tokens are not exchanged; devices that cannot divide them compute the same tokens."""
     layout = ed.Layout.create(fsdp=2, expert=4)
     x, positions = tokens(rows, length)
     run = program(ed.Execution(layout=layout, expert_exchange="all_to_all"))
-    assert_close(run(placed(layer(RICH), x, layout), positions), alone((layer(RICH), x), positions), units=256)
+    assert_close(run(shard(layer(RICH), x, layout), positions), alone((layer(RICH), x), positions), units=256)
 
 
 @pytest.mark.slow
@@ -292,10 +292,10 @@ def test_any_experts_on_any_mesh_equal_one_device(
 
 
 def test_sorted_buffer_fits_the_worst_case_exactly():
-    """Of five choices three at most can be of three experts."""
+    """At most three of five choices can belong to three experts."""
     chosen = jnp.asarray([[4, 0, 2, 1, 3], [1, 0, 2, 4, 3], [7, 7, 7, 7, 7]])
     places, sources = sort_by_expert(chosen.astype(jnp.int32), 3, 2)
-    assert sources.tolist() == [1, 6, 3, 5, 2, 7, 15, 15, 15, 15, 15]  # by expert; then nobody
+    assert sources.tolist() == [1, 6, 3, 5, 2, 7, 15, 15, 15, 15, 15]  # by expert; then entries without an expert
     assert places.tolist() == [[11, 0, 4, 2, 11], [3, 1, 5, 11, 11], [11] * 5]
 
 
@@ -303,7 +303,7 @@ def test_sorted_buffer_fits_the_worst_case_exactly():
 
 
 def ragged_by_gathering(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """What `lax.ragged_all_to_all` does, which XLA has no form of for CPU."""
+    """Do what `lax.ragged_all_to_all` does, which XLA does not support on CPU."""
     everyone = [lax.all_gather(each, axis_name) for each in (operand, input_offsets, send_sizes, output_offsets)]
     me, place = lax.axis_index(axis_name), jnp.arange(output.shape[0])
     for rows, begins, sizes, lands in zip(*everyone, strict=True):
@@ -316,7 +316,7 @@ def ragged_by_gathering(operand, output, input_offsets, send_sizes, output_offse
 
 @pytest.mark.slow
 def test_uses_ragged_all_to_all_on_tpu(monkeypatch):
-    """The program for TPU, with its products and its choice of an exchange, on CPU."""
+    """The program for TPU, with its products and its exchange, run on CPU."""
     monkeypatch.setattr(ed.Layout, "platform", "tpu")
     exchange = Mock(side_effect=ragged_by_gathering)
     monkeypatch.setattr(lax, "ragged_all_to_all", exchange)
@@ -329,7 +329,7 @@ def test_uses_ragged_all_to_all_on_tpu(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pieces", "travel"])
 def test_uses_triton_kernels_on_gpus(name, monkeypatch):
-    """Interpreted on CPU, on a mesh: rows without an expert stay out of results, gradients and biases."""
+    """In interpret mode on a mesh. Rows without an expert do not change results, gradients or biases."""
     chosen = Mock(return_value=TRITON)
     monkeypatch.setattr(module, "choose_form", chosen)
     config, pairs, mesh, *_ = CASES[name]
@@ -360,7 +360,7 @@ def test_sums_chunks_and_differentiates_the_sum(number):
 
 @pytest.mark.slow
 def test_buffers_are_limited_to_one_round_and_one_chunk():
-    """Of 24 tokens, three choices each, 48 may be of a device's two experts of eight; it takes 24 at a time."""
+    """Of 24 tokens with three choices each, 48 choices may belong to a device's two experts; it takes 24 at a time."""
     (config, *_), (x, positions) = CASES["pieces"], tokens(8, 6)
     gradient = jax.grad(lambda x: call((layer(config), x), positions, execution("pieces"))[0])
     text, block = str(jax.make_jaxpr(gradient)(x)), block_rows(24 * 3, config.num_experts)
@@ -368,11 +368,11 @@ def test_buffers_are_limited_to_one_round_and_one_chunk():
     assert f"f32[24,{config.latent_dim}]" in text and f"f32[48,{config.latent_dim}]" not in text
 
 
-# --- what is sent ---
+# --- communication ---
 
 
 def shapes(name: str, kind: str) -> list[tuple[int, ...]]:
-    """Of the results of all operations of a kind."""
+    """Return the result shapes of all operations of a type."""
     found = []
     for line in compiled(name)[1].compiled.as_text().splitlines():
         match = re.match(rf"\s*(?:ROOT )?%?[\w.\-]+ = (.*?) {kind}(?:-start)?\(", line)
@@ -383,10 +383,10 @@ def shapes(name: str, kind: str) -> list[tuple[int, ...]]:
 
 @pytest.mark.slow
 def test_gather_exchange_gathers_tokens_and_scatters_sums():
-    """Twelve tokens of each of the two devices between which the experts are split."""
+    """Experts are sharded over two devices; each device has twelve tokens."""
     gathered, scattered = shapes("ring", "all-gather"), shapes("ring", "reduce-scatter")
     assert (24, EMBED) in gathered and (12, EMBED) in scattered and not shapes("ring", "all-to-all")
-    # weights of four experts each are gathered over fsdp, and their gradients scattered: half of them, for tensor
+    # weights of four experts are gathered over fsdp, and their gradients scattered; over tensor, half of them
     assert {shape for shape in gathered if MLP // 2 in shape[1:] and shape[0] != 8} == {
         (4, EMBED, MLP // 2), (4, MLP // 2, EMBED)
     }  # fmt: skip
@@ -396,7 +396,7 @@ def test_gather_exchange_gathers_tokens_and_scatters_sums():
 
 def test_all_to_all_sends_tokens_and_does_not_gather_weights():
     swapped = shapes("travel", "all-to-all")
-    assert (2, EMBED) in swapped  # room for all tokens of a device in a round
+    assert (2, EMBED) in swapped  # the buffer has room for all tokens of a device in a round
     assert not any({EMBED, MLP} <= set(shape) for shape in shapes("travel", "all-gather"))
     assert not any(shape[-1:] == (EMBED,) and len(shape) == 2 for shape in shapes("travel", "all-gather"))
 
@@ -404,20 +404,20 @@ def test_all_to_all_sends_tokens_and_does_not_gather_weights():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_routing_does_not_gather_the_logits_of_all_tokens(name):
-    """XLA gathers what a partitioned `lax.top_k` reads: logits of all tokens and experts, here 8 x 6 x 8."""
+    """XLA gathers the input of a sharded `lax.top_k`: logits of all tokens and experts, here 8 x 6 x 8."""
     assert (8, 6, 8) not in shapes(name, "all-gather")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_devices_sort_only_tokens_that_they_share_experts_with(name):
-    """No token of a device that does not share experts with it."""
+    """A device does not sort tokens of devices that do not share experts with it."""
     most = dict(ring=24 * 3, travel=8 * 6, fsdp=6 * 3, pieces=48 * 3)[name]
     sizes = [shape[0] for shape in shapes(name, "sort")]
     assert sizes and max(sizes) <= most
 
 
-# --- whole models ---
+# --- complete models ---
 
 
 def block(config: ExpertsConfig) -> BlockConfig:
@@ -438,7 +438,7 @@ def check_model(mesh, exchange):
 
 @pytest.mark.slow
 def test_a_model_on_a_mesh_equals_one_device():
-    """Scanned and with its activations computed again; statistics and the losses made of them too."""
+    """With scan and remat, including statistics and the losses that use them."""
     check_model(dict(expert=2, fsdp=2, tensor=2), "gather")
 
 

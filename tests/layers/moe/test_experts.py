@@ -1,4 +1,4 @@
-"""Experts: three forms of the same sum against a loop over tokens in NumPy, and what is dropped; then random layers."""
+"""Experts: three implementations of one sum against a loop in NumPy, dropped tokens, and random layers."""
 
 import dataclasses
 from unittest.mock import Mock
@@ -90,7 +90,7 @@ CASES = {
 
 
 def drawn(config: ExpertsConfig, seed: int = 0) -> Experts:
-    """Every weight drawn by NumPy."""
+    """Return a layer with random weights from NumPy."""
     draws = np.random.default_rng(seed)
     shapes = eqx.filter_eval_shape(lambda key: config.build(EMBED, key=key), jax.random.key(0))
     arrays, static = eqx.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
@@ -98,7 +98,7 @@ def drawn(config: ExpertsConfig, seed: int = 0) -> Experts:
 
 
 def tokens(shape, seed: int = 1):
-    """Tokens and their positions; every third one is padding if there are more than two."""
+    """Return tokens and their positions; with more than two tokens, every third one is padding."""
     x = np.random.default_rng(seed).normal(size=(*shape, EMBED)).astype(np.float32)
     places = np.tile(np.arange(shape[1]), (shape[0], 1))
     return x, np.where((places % 3 == 2) & (shape[1] > 2), -1, places)
@@ -106,7 +106,7 @@ def tokens(shape, seed: int = 1):
 
 @eqx.filter_jit
 def run(layer, x, positions, form):
-    """Output, statistics and the gradient of a sum that weighs every number differently."""
+    """Return output, statistics and the gradient of a weighted sum."""
 
     def loss(diff):
         layer, x = diff
@@ -136,7 +136,7 @@ def test_all_implementations_match_numpy_and_have_equal_gradients(name):
 @pytest.mark.slow(fast=("gpt_oss",))
 @pytest.mark.parametrize("name", ["gpt_oss", "llama4, all of three"])
 def test_runs_all_experts_on_few_tokens_on_tpu(name, monkeypatch):
-    """The form that a decoding step has there, on CPU: without copies of tokens and of what experts make of them."""
+    """The implementation of a decoding step on TPU, run on CPU: tokens and expert outputs are not copied."""
     config, shape = CASES[name]
     layer, (x, positions) = drawn(dataclasses.replace(config, capacity_factor=None)), tokens(shape)
     want = run(layer, jnp.asarray(x), jnp.asarray(positions), "dense")
@@ -163,15 +163,15 @@ def test_all_tokens_select_the_same_expert(form):
 
 
 @pytest.mark.slow
-def test_gradients_are_finite_differences_in_double_precision():
-    """Of the dropless form, with everything that has a gradient."""
+def test_dropless_gradients_equal_finite_differences_in_float64():
+    """For all arrays with a gradient."""
     config = dataclasses.replace(CASES["deepseek"][0], bias=True, shared_gate=True, up_offset=1.0)
     with jax.enable_x64(True):
         layer, (x, positions) = drawn(config), tokens((2, 3))
         layer = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), layer)
         bias = layer.router.selection_bias
 
-        def call(layer, x):  # the selection bias steers by steps: no difference there
+        def call(layer, x):  # the selection bias is updated in steps and has no gradient
             layer = eqx.tree_at(lambda m: m.router.selection_bias, layer, bias, is_leaf=lambda leaf: leaf is None)
             ctx = ed.ForwardContext(positions=jnp.asarray(positions), execution=ed.Execution(experts="dropless"))
             return layer(x, ctx)[0]
@@ -214,7 +214,7 @@ def test_capacity_formula(length, chosen, experts, factor, room):
 @pytest.mark.slow(fast=("0.5-llama4, all of three", "0.1-gpt_oss"))
 @pytest.mark.parametrize(("factor", "name"), [(1.0, "deepseek"), (0.5, "llama4, all of three"), (0.1, "gpt_oss")])
 def test_drops_tokens_after_capacity_is_reached(factor, name):
-    """Each row on its own; no weight makes up for what is dropped, and the rest has its gradients."""
+    """For each row separately. Other weights are not increased, and the remaining tokens have gradients."""
     config, (rows, _) = dataclasses.replace(CASES[name][0], capacity_factor=factor), CASES[name][1]
     layer, (x, positions) = drawn(config), tokens((rows, 9))
     out, stats, gradient = run(layer, jnp.asarray(x), jnp.asarray(positions), "auto")
@@ -226,8 +226,11 @@ def test_drops_tokens_after_capacity_is_reached(factor, name):
     assert np.any(gradient[0].down)
 
 
-def test_better_expert_of_a_token_takes_precedence():
-    """One place each, and the second token wants first what the first token took second."""
+def test_first_choices_take_precedence_over_second_choices():
+    """Capacity is one token per expert.
+
+    The first choice of the second token is the second choice of the first token.
+    """
     config = ExpertsConfig(num_experts=3, num_experts_per_token=2, mlp_dim=4, capacity_factor=0.5)
     assert config.capacity(3) == 1
     logits = np.array([[3.0, 2.0, 1.0], [1.0, 3.0, 2.0], [2.0, 1.0, 3.0]])
@@ -238,7 +241,7 @@ def test_better_expert_of_a_token_takes_precedence():
     out, stats, _ = run(layer, jnp.asarray(x), jnp.arange(3)[None], "auto")
     want, dropped = experts_by_hand(layer, x.astype(np.float64), np.arange(3)[None], 1)
     assert_close(out, want, units=256)
-    assert float(stats.dropped) == dropped == 3  # experts 0 and 1 serve the first token, expert 2 the second
+    assert float(stats.dropped) == dropped == 3  # experts 0 and 1 process the first token, expert 2 the second token
     assert not np.any(out[0, 2])
 
 
@@ -253,7 +256,7 @@ def test_capacity_needs_capacity_factor():
 
 @pytest.mark.slow
 def test_every_weight_has_the_variance_of_one_expert():
-    """Not that of all experts together, as in MaxText."""
+    """Not the variance for the fan-in of all experts, as in MaxText."""
     config = ExpertsConfig(num_experts=16, num_experts_per_token=2, mlp_dim=64)
     layer = config.build(32, key=jax.random.key(0))
     for weight, fan in ((layer.gate, 32), (layer.up, 32), (layer.down, 64), (layer.router.kernel, 32)):
@@ -262,7 +265,7 @@ def test_every_weight_has_the_variance_of_one_expert():
 
 
 def test_experts_are_batched_matrices_for_muon_and_lora():
-    """For muon and for low-rank pairs; biases are none, and the router is one."""
+    """Biases are not matrices, and the router is one matrix."""
     words = axes(drawn(dataclasses.replace(PLAIN, bias=True)))
     assert words["gate"] == words["up"] == ("experts", "embed", "mlp")
     found = {name: product_axes(("layers", *words[name])) for name in words}
@@ -293,10 +296,10 @@ def test_low_rank_pairs_of_experts_equal_merged_weights(form):
     assert axes(parts)["gate.lora_b"] == ("experts", "rank", "mlp")
 
 
-# --- laws, for random layers ---
+# --- properties of random layers ---
 
 
-# No shrinking: each try compiles for seconds.
+# No shrinking: each example is compiled for seconds.
 SETTINGS = dict(
     derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
 )
@@ -305,7 +308,7 @@ few, many = settings(max_examples=2, **SETTINGS), settings(max_examples=60, **SE
 
 @st.composite
 def layers(draw, capacity: bool = True) -> ExpertsConfig:
-    """Any experts: odd numbers of them where groups allow, one slot, all of them, and a capacity that holds all."""
+    """Return any experts: odd numbers of experts without groups, one choice, all experts, and sufficient capacity."""
     router = draw(st.sampled_from(ROUTERS))
     experts = draw(st.sampled_from([4, 6, 10] if router.num_groups > 1 else [1, 2, 3, 5, 7, 12]))
     most = experts // router.num_groups * router.groups_per_token
@@ -335,7 +338,7 @@ seeds = st.integers(0, 99)
 
 
 def some_padding(shape, seed: int):
-    """Tokens, and their positions: about every fifth one is padding."""
+    """Return tokens and their positions; about every fifth token is padding."""
     draws = np.random.default_rng(seed)
     places = np.tile(np.arange(shape[1]), (shape[0], 1))
     return draws.normal(size=(*shape, EMBED)).astype(np.float32), np.where(draws.random(shape) < 0.2, -1, places)
@@ -392,11 +395,11 @@ def test_drops_and_counts_tokens_beyond_capacity_often(config, shape, seed):
 
 
 def check_differences(config, form, seed):
-    """In double precision, with everything that has a gradient."""
+    """Compare gradients with finite differences in float64, for all arrays with a gradient."""
     with jax.enable_x64(True):
         layer, (x, positions) = drawn(config, seed), some_padding((2, 3), seed)
         layer = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), layer)
-        # a selection bias steers by steps: no difference there
+        # the selection bias is updated in steps and has no gradient
         held = layer.router.selection_bias
         free = layer if held is None else eqx.tree_at(lambda m: m.router.selection_bias, layer, None)
 
@@ -405,7 +408,7 @@ def check_differences(config, form, seed):
             ctx = ed.ForwardContext(positions=jnp.asarray(positions), execution=ed.Execution(experts=form))
             return layer(x, ctx)[0]
 
-        # steps of 1e-5: with JAX's own of 1e-4 curvature is seen, 1e-5 of the value
+        # steps of 1e-5: with JAX's default of 1e-4, curvature causes an error of 1e-5
         inputs = free, jnp.asarray(x, jnp.float64)
         check_grads(jax.jit(call), inputs, order=1, modes=["rev"], eps=1e-5, rtol=1e-6, atol=1e-6)
 
@@ -418,23 +421,23 @@ FULL = ExpertsConfig(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["dense", "capacity"])
-def test_gradients_are_finite_differences(form):
-    """Where tokens are dropped, too."""
+def test_gradients_equal_finite_differences(form):
+    """Also with dropped tokens."""
     check_differences(FULL, form, 3)
 
 
 @pytest.mark.slow
 @given(config=layers(capacity=False), form=st.sampled_from(["dense", "dropless", "capacity"]), seed=seeds)
 @many
-def test_gradients_are_finite_differences_often(config, form, seed):
-    # a limit has a corner, which a difference may step over
+def test_gradients_equal_finite_differences_often(config, form, seed):
+    # clamps have a kink, where finite differences are wrong
     check_differences(dataclasses.replace(config, limit=None), form, seed)
 
 
 @pytest.mark.slow(fast=("7-1",))
 @pytest.mark.parametrize(("experts", "chosen"), [(1, 1), (3, 3), (7, 1)])
 def test_routes_a_single_token(experts, chosen):
-    """As in decoding: with more experts than tokens, and with all of them."""
+    """As in decoding: more experts than tokens, or all experts."""
     config = ExpertsConfig(num_experts=experts, num_experts_per_token=chosen, mlp_dim=3)
     layer, (x, _) = drawn(config, 5), some_padding((1, 1), 5)
     out, stats, _ = run(layer, jnp.asarray(x), jnp.zeros((1, 1), jnp.int32), "auto")
@@ -444,7 +447,7 @@ def test_routes_a_single_token(experts, chosen):
 
 @pytest.mark.slow
 def test_half_precision_weights_and_tokens_match_single_precision():
-    """Weights in bf16 as well: the loss of digits is that of rounding them once."""
+    """Weights in bf16, too. The error is that of rounding them once."""
     layer, (x, positions) = drawn(FULL, 7), some_padding((2, 9), 7)
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (layer, jnp.asarray(x)))
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), half)

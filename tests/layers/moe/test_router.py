@@ -1,4 +1,4 @@
-"""Routing against a loop over tokens in NumPy, written from the formulas of the families."""
+"""Routing against a loop over tokens in NumPy, written from the formulas of the model families."""
 
 import dataclasses
 import math
@@ -43,7 +43,7 @@ FACTORS = np.sin(1.0 + np.arange(POSITIONS.size * CHOSEN)).reshape(*POSITIONS.sh
 
 
 def router_of(seed: int = 0, **options) -> Router:
-    """Every weight drawn by NumPy."""
+    """Return a router with random weights from NumPy."""
     draws = np.random.default_rng(seed)
     router = RouterConfig(**options).build(EMBED, EXPERTS, CHOSEN, key=jax.random.key(0))
     return jax.tree.map(lambda leaf: jnp.asarray(draws.normal(0.2, 0.5, leaf.shape), jnp.float32), router)
@@ -61,7 +61,7 @@ def run(router, x, positions):
 @eqx.filter_jit
 @eqx.filter_value_and_grad(has_aux=True)
 def replay(router, x, replayed):
-    """A sum of weights, each with a factor of its own, and its gradient."""
+    """Return a weighted sum of expert weights, and its gradient."""
     found = router(x, ed.ForwardContext(positions=jnp.asarray(POSITIONS)), replayed=replayed)
     return jnp.sum(found[1] * jnp.asarray(FACTORS, jnp.float32)), found
 
@@ -71,8 +71,8 @@ def route(router, x, positions=POSITIONS):
 
 
 @pytest.mark.slow
-def test_sparse_mixer_of_equal_logits():
-    """Zero is as near to zero as any number is to itself; gradients are finite."""
+def test_sparse_mixer_with_equal_logits():
+    """Relative differences of zeros count as equal, and gradients are finite."""
     router, x = router_of(sparse_mixer=0.3), jnp.zeros((*POSITIONS.shape, EMBED))
     weights = np.asarray(route(router, x)[1])
     assert_allclose(weights[0, 0], 1 / np.arange(EXPERTS, EXPERTS - CHOSEN, -1), rtol=1e-6)
@@ -81,7 +81,7 @@ def test_sparse_mixer_of_equal_logits():
 
 
 def test_hashed_tokens_select_experts_by_token_id():
-    """Weights are the scores of the experts in the table, which no gradient moves and every expert is in."""
+    """The table, which is not trained, selects the experts. Their weights are the router's scores."""
     config = RouterConfig(score="sqrt_softplus", order="score_first", renormalize=True, hashed_tokens=16)
     router, x = config.build(EMBED, EXPERTS, CHOSEN, key=jax.random.key(0)), tokens_of()
     table = np.random.default_rng(0).integers(0, EXPERTS, (16, CHOSEN)).astype(np.int32)
@@ -104,7 +104,7 @@ def test_hashed_tokens_select_experts_by_token_id():
 @pytest.mark.slow(fast=("deepseek_v2_lite", "phi3.5", "gemma4", "of everything"))
 @pytest.mark.parametrize("name", VARIANTS)
 def test_routing_matches_numpy(name):
-    """Choice, order of the choice, weights and statistics; padding goes nowhere and is not counted."""
+    """Selected experts, their order, weights and statistics. Padding is not routed or counted."""
     router, x = router_of(**VARIANTS[name]), tokens_of()
     indices, weights, stats = route(router, x)
     assert weights.dtype == jnp.float32 and indices.dtype == jnp.int32
@@ -143,7 +143,7 @@ def test_routing_matches_numpy(name):
 @pytest.mark.slow(fast=("phi3.5",))
 @pytest.mark.parametrize("name", ["of everything", "deepseek_v2", "phi3.5"])
 def test_replayed_experts_are_weighted_by_the_routers_scores(name):
-    """The own choice changes nothing; another one has the plain formula's weights and gradients."""
+    """Replaying the own selection has no effect. Another selection has the weights and gradients of the formula."""
     router, x = router_of(**VARIANTS[name]), tokens_of()
     wanted = replay(router, x, jnp.full((*POSITIONS.shape, CHOSEN), -1, jnp.int16))
     own = wanted[0][1][0].astype(jnp.int16)
@@ -191,19 +191,22 @@ def test_ties_go_to_the_lower_index():
 
 
 def test_ties_between_groups_and_biased_scores_go_to_the_lower_index():
-    """All scores are equal; biases lift two experts of the last group and one of the third."""
+    """All scores are equal. Biases raise two experts of the last group and one of the third group."""
     router = router_of(**VARIANTS["deepseek_v3"])
     bias = jnp.zeros(EXPERTS).at[jnp.asarray([4, 6, 7])].set(jnp.asarray([0.25, 0.125, 0.125]))
     router = dataclasses.replace(router, kernel=jnp.zeros_like(router.kernel), selection_bias=bias)
     indices, weights, _ = route(router, tokens_of())
-    assert indices[0].tolist() == [[4, 6, 7]] * 5  # groups 2 and 3 are as good as each other
+    assert indices[0].tolist() == [[4, 6, 7]] * 5  # the scores of groups 2 and 3 are equal
     assert_allclose(weights[0], 2.5 / 3, rtol=1e-6)
     unbiased = dataclasses.replace(router, selection_bias=jnp.zeros(EXPERTS))
     assert route(unbiased, tokens_of())[0][0].tolist() == [[0, 1, 2]] * 5
 
 
 def test_experts_of_excluded_groups_have_weight_zero():
-    """DeepSeek-V2 gives other groups the score 0. Where kept scores underflow to 0 as well, one of those is chosen."""
+    """DeepSeek-V2 sets scores of excluded groups to 0.
+
+    If selected scores underflow to 0, such an expert may be selected.
+    """
     router = router_of(order="score_first", num_groups=2, groups_per_token=1)
     logits = jnp.asarray([190.0, 0.0, 0.0, 0.0, 200.0, 0.0, 0.0, 0.0])
     router = dataclasses.replace(router, kernel=jnp.zeros((EMBED, EXPERTS)).at[0].set(logits))
@@ -214,7 +217,7 @@ def test_experts_of_excluded_groups_have_weight_zero():
 
 @pytest.mark.slow
 def test_selection_bias_changes_selection_but_not_weights():
-    """And no gradient reaches it, by way of weights or losses; nor is it trained."""
+    """It has no gradient through weights or losses, and is not trained."""
     router, x = router_of(**VARIANTS["kimi_k2"]), tokens_of()
     forced = dataclasses.replace(router, selection_bias=jnp.full((EXPERTS,), -9.0).at[jnp.asarray([1, 4, 6])].set(9.0))
     indices, weights, _ = route(forced, x)
@@ -242,7 +245,7 @@ def test_a_trained_bias_has_a_gradient():
 @pytest.mark.slow(fast=("gpt_oss",))
 @pytest.mark.parametrize("name", ["deepseek_v3", "gemma4", "gpt_oss", "deepseek_v2"])
 def test_gradients_match_the_formula(name):
-    """Of weights and of all statistics that have one, with the choice and the counts held."""
+    """For weights and for all statistics with a gradient, with fixed selection and counts."""
     router, x, real = router_of(**VARIANTS[name]), jnp.asarray(tokens_of()), jnp.asarray(POSITIONS >= 0)
     config, (indices, _, stats) = router.config, route(router, tokens_of())
     picks = jnp.minimum(indices, EXPERTS - 1)
@@ -297,8 +300,8 @@ def test_routes_half_precision_tokens_in_single_precision():
 
 
 @pytest.mark.parametrize("form", ["switch", "megatron"])
-def test_the_balance_loss_is_1_if_balanced_and_e_if_collapsed(form):
-    """One expert a token; its gradient is that of the mean shares, the loads being constants."""
+def test_balance_loss_is_1_if_balanced_and_num_experts_if_collapsed(form):
+    """One expert per token. The gradient is that of the mean scores, with constant loads."""
     router = RouterConfig().build(EXPERTS, EXPERTS, 1, key=jax.random.key(0))
     router = dataclasses.replace(router, kernel=40 * jnp.eye(EXPERTS))
     spread = np.eye(EXPERTS, dtype=np.float32)[np.arange(16) % EXPERTS][None]
@@ -322,7 +325,7 @@ def test_the_balance_loss_is_1_if_balanced_and_e_if_collapsed(form):
     assert_allclose(got, want, atol=1e-6)
 
 
-def test_the_megatron_loss_counts_the_top_scores_of_the_router_with_replayed_experts():
+def test_megatron_loss_counts_top_scores_with_replayed_experts():
     router, x = router_of(), tokens_of()
     indices, _, stats = route(router, x)
     replayed = replay(router, x, ((indices + 1) % EXPERTS).astype(jnp.int16))[0][1][2]
@@ -342,7 +345,7 @@ def test_statistics_of_microbatches_add_up():
     jax.tree.map(lambda a, b, c: assert_allclose(a + b, c, rtol=1e-5), *parts, whole)
 
 
-def test_an_unknown_form_of_the_loss_is_refused():
+def test_unknown_type_of_the_loss_is_refused():
     _, _, stats = route(router_of(), tokens_of())
     with pytest.raises((ed.ConfigError, TypeCheckError)):
         load_balance_loss(stats, "megatrn")

@@ -1,4 +1,4 @@
-"""Convolutions, with gaps in rows or without, are the definition, wherever documents, padding and calls end."""
+"""Causal convolutions match the definition, for rows with and without gaps, documents, padding and several calls."""
 
 import functools
 
@@ -17,7 +17,7 @@ BATCH, CHANNELS, TAPS = 3, 5, 4
 
 
 def definition(x, kernel, bias, tail, positions, segments, dilation):
-    """Token by token in NumPy; and the last inputs."""
+    """Compute token by token in NumPy. Returns also the last inputs."""
     size, y, tails = (TAPS - 1) * dilation, np.zeros(x.shape), np.zeros((BATCH, (TAPS - 1) * dilation, CHANNELS))
     for row in range(BATCH):
         seen, document = list(tail[row]), None
@@ -33,7 +33,7 @@ def definition(x, kernel, bias, tail, positions, segments, dilation):
 
 
 def real_tokens(padding, length):
-    """Which places of each row are tokens."""
+    """Return which tokens of each row are real."""
     places, row = np.arange(length)[None], np.arange(BATCH)[:, None]
     if padding == "between":
         return np.random.default_rng(length).random((BATCH, length)) < 0.6
@@ -56,8 +56,8 @@ def run(x, kernel, bias, tail, positions, segments, weights, dilation):
     ("length", "dilation"),
     [(1, 1), (13, 3), (1, 3), (13, 1)],
 )
-def test_everywhere(length, dilation):
-    """Values; gradients by their own law: y is linear in x, the tail and the kernel with the bias."""
+def test_matches_the_definition(length, dilation):
+    """Values, and gradients by linearity: y is linear in x, the state, and the kernel with the bias."""
     draws = np.random.default_rng(0)
     x, weights = draws.normal(size=(2, BATCH, length, CHANNELS)).astype(np.float32)
     kernel, bias = draws.normal(size=(CHANNELS, TAPS)).astype(np.float32), draws.normal(size=CHANNELS).astype("f4")
@@ -95,7 +95,7 @@ def test_consecutive_calls_match_one_call():
     assert_allclose(jnp.concatenate(parts, 1), whole, atol=1e-5)
 
 
-def test_half_precision_is_summed_in_f32():
+def test_half_precision_is_summed_in_float32():
     x = jnp.asarray([[[256.0], [1.0], [1.0], [1.0]]], jnp.bfloat16)
     y = causal_convolution(x, jnp.ones((1, 4)), None, None, jnp.arange(4)[None], None)
     assert y.dtype == jnp.bfloat16 and float(y[0, 3, 0]) == float(jnp.bfloat16(259.0))

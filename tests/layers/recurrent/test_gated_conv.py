@@ -11,7 +11,7 @@ from tests.oracles import wide
 
 
 def by_hand(layer, x, positions, segments):
-    """Token by token: those before it in its document, without padding."""
+    """Compute token by token, with the previous tokens of the document and without padding."""
     bias = 0.0 if layer.inputs_bias is None else wide(layer.inputs_bias)
     before, after, stream = np.moveaxis(np.einsum("bte,eic->btic", x, wide(layer.inputs)) + bias, 2, 0)
     out = np.zeros((*x.shape[:2], layer.out.shape[1]))
@@ -29,8 +29,8 @@ def by_hand(layer, x, positions, segments):
 
 @pytest.mark.slow(fast=("True",))
 @pytest.mark.parametrize("bias", [False, True])
-def test_it_is_the_loop(bias):
-    """Of packed rows with padding in between."""
+def test_layer_matches_a_loop(bias):
+    """Packed rows with padding in between."""
     config = GatedConvolutionConfig(channels=5, taps=3, bias=bias)
     layer, x = drawn(lambda key: config.build(6, key=key)), normal(2, 9, 6)
     segments = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 2, 2, 2, 2, 3, 3, 0]])

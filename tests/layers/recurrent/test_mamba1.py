@@ -1,4 +1,4 @@
-"""Mamba, against loops; its scan in chunks, and in pieces that a mesh splits."""
+"""Mamba against loops; its scan in chunks, and on a mesh."""
 
 import functools
 from typing import Any
@@ -24,7 +24,7 @@ def part(leaf) -> Any:
 
 
 def by_hand(layer, x, positions, segments):
-    """Token by token, a state for each document, without padding."""
+    """Compute token by token, with one state per document and without padding."""
     stream, gate = np.moveaxis(np.einsum("bte,eic->btic", x, part(layer.inputs)) + part(layer.inputs_bias), 2, 0)
     config, taps, rates = layer.config, part(layer.taps), np.exp(part(layer.a_log))
     ends = np.cumsum([config.step_rank, config.key_dim])
@@ -57,8 +57,8 @@ def by_hand(layer, x, positions, segments):
     "options",
     [{}, dict(bias=True, taps_bias=False, norm=RMSNormConfig(eps=0.1)), dict(norm=RMSNormConfig())],
 )
-def test_it_is_the_loop(options):
-    """Of packed rows with padding in between."""
+def test_layer_matches_a_loop(options):
+    """Packed rows with padding in between."""
     config = Mamba1Config(channels=6, key_dim=3, step_rank=2, taps=3, **options)
     layer, x = drawn(lambda key: config.build(5, key=key)), normal(2, 9, 5)
     segments = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 2, 2, 2, 2, 3, 3, 0]])
@@ -70,7 +70,7 @@ def test_it_is_the_loop(options):
 
 
 def inputs(length: int, channels: int = 4, key_dim: int = 3) -> list:
-    """Of three rows, in the second of which two documents begin, and the third has padding."""
+    """Return three rows: two documents in the second row, and padding in the third."""
     steps, written = np.abs(normal(3, length, channels)), normal(3, length, channels, seed=2)
     steps[2, 5:9] = written[2, 5:9] = 0.0
     keys = normal(3, length, key_dim, seed=3), normal(3, length, key_dim, seed=4)
@@ -82,7 +82,7 @@ def inputs(length: int, channels: int = 4, key_dim: int = 3) -> list:
 
 @functools.partial(jax.jit, static_argnames="function")
 def results(args, starts, function):
-    """Results, and gradients of a loss in which each of their numbers has another weight."""
+    """Return results, and gradients of a weighted sum of all results."""
 
     def loss(args):
         found = function(*args, starts)
@@ -120,8 +120,8 @@ def test_sharded_sequences_match_one_device(sizes, stateless):
 
 
 @pytest.mark.slow
-def test_states_of_all_tokens_are_never_together():
-    """In no pass: memory grows with the tokens of a chunk, and with a state of each chunk."""
+def test_states_of_all_tokens_are_not_stored():
+    """In both passes, memory grows with the tokens of a chunk, and with one state per chunk."""
     *args, starts = inputs(4096, channels=32, key_dim=16)
     memory: Any = results.lower(args, starts, selective_scan).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 3 * 4096 * 32 * 16 * 4 / 2

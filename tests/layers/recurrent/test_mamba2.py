@@ -1,4 +1,4 @@
-"""Mamba-2, against loops."""
+"""Mamba-2 against loops."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from tests.oracles import silu, wide
 
 
 def by_hand(layer, x, positions, segments):
-    """Token by token, a state for each document, without padding."""
+    """Compute token by token, with one state per document and without padding."""
     config, part = layer.config, (lambda leaf: 0.0 if leaf is None else wide(leaf))
     names = ("gate", "value", "key", "query", "dt")
     biases = (part(getattr(layer, f"{name}_in_bias" if name == "dt" else f"{name}_bias")) for name in names)
@@ -62,8 +62,8 @@ SCALES = (2.0, 0.5, 3.0, 0.25, 1.5)
     "options",
     [dict(in_bias=True, out_bias=True, in_scales=SCALES, norm="before_gate"), dict(norm=None, dt_max=0.6)],
 )
-def test_it_is_the_loop(options):
-    """Of packed rows with padding in between."""
+def test_layer_matches_a_loop(options):
+    """Packed rows with padding in between."""
     config = Mamba2Config(num_heads=4, value_dim=3, num_groups=2, key_dim=2, taps=3, eps=0.1, **options)
     layer, x = drawn(lambda key: config.build(5, key=key)), normal(2, 9, 5)
     segments = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 2, 2, 2, 2, 3, 3, 0]])

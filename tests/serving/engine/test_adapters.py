@@ -1,4 +1,4 @@
-"""Several adapters in one batch: each answer is that of its adapter alone; loading and dropping compiles nothing."""
+"""Several adapters in one batch: each answer equals the answer with that adapter alone; loading never recompiles."""
 
 import dataclasses
 from pathlib import Path
@@ -36,7 +36,7 @@ PROMPTS = tuple(tuple(range(1 + index, 6 + 3 * index)) for index in range(4))
 
 
 def noisy(model, seed: int = 0):
-    """The model with pairs that have been trained."""
+    """Add noise to the low-rank pairs of a model, as if they had been trained."""
     draws = np.random.default_rng(seed)
     own = {name: leaf for name, leaf in named_leaves(model).items() if ".lora_" in name}
     return replaced(
@@ -51,7 +51,10 @@ def base():
 
 @pytest.fixture(scope="module")
 def adapted(base):
-    """Models with pairs: LoRA of two ranks; PEFT's with magnitudes; a part of the weights."""
+    """Return models with adapters:
+
+    LoRA of two ranks, a PEFT adapter with magnitudes (DoRA), and PiSSA on some weights.
+    """
     return {
         "lora": noisy(add_lora(base, PLAIN, key=jax.random.key(0))),
         "dora": load_peft(base, BASE / "adapter"),
@@ -67,8 +70,8 @@ def engine(base):
 
 
 @pytest.fixture(autouse=True)
-def none_is_left(request):
-    """Every test begins without adapters."""
+def drop_all_adapters(request):
+    """Drop all adapters after each test."""
     yield
     if "engine" in request.fixturenames:
         engine = request.getfixturevalue("engine")
@@ -83,7 +86,7 @@ def ask(adapter: str | None = None, prompt=PROMPTS[1], **options) -> Request:
 
 
 def answers(engine: Engine, requests: list[Request]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-    """Tokens and log-probabilities."""
+    """Return the tokens and log-probabilities of each request."""
     ids = [engine.submit(request) for request in requests]
     tokens, scores = (dict.fromkeys(ids, ()) for _ in range(2))
     while engine.has_work:
@@ -95,8 +98,8 @@ def answers(engine: Engine, requests: list[Request]) -> list[tuple[tuple[int, ..
 
 
 @pytest.mark.slow
-def test_a_batch_of_several_adapters_gives_what_each_gives_alone(base, adapted, engine):
-    """Greedy answers are those of the merged models, and bit by bit those of the adapter without others."""
+def test_batch_of_several_adapters_equals_separate_requests(base, adapted, engine):
+    """Greedy tokens equal those of the merged models, and results are bit-equal to a batch with one adapter."""
     engine.load_adapter("lora", adapted["lora"])
     engine.load_adapter("dora", adapted["dora"])
     requests = [ask(name, prompt) for name, prompt in zip(("lora", None, "dora", "lora"), PROMPTS, strict=True)]
@@ -114,7 +117,7 @@ def test_a_batch_of_several_adapters_gives_what_each_gives_alone(base, adapted, 
 
 
 @pytest.mark.slow
-def test_the_base_has_the_bits_of_an_engine_without_places(base, adapted, engine):
+def test_base_model_is_equal_in_an_engine_without_adapter_slots(base, adapted, engine):
     engine.load_adapter("lora", adapted["lora"])
     bare = Engine(base, dataclasses.replace(CONFIG, max_adapters=0))
     ((tokens, scores),) = answers(bare, [ask()])
@@ -124,8 +127,8 @@ def test_the_base_has_the_bits_of_an_engine_without_places(base, adapted, engine
 
 
 @pytest.mark.slow
-def test_loading_and_dropping_compiles_nothing_and_places_are_free_when_answers_end(adapted, engine):
-    """Open requests of a dropped adapter have their answers; another one of its name is another one."""
+def test_loading_does_not_compile_and_slots_are_freed_after_the_last_answer(adapted, engine):
+    """Open requests of a dropped adapter are completed. A new adapter with the same name is a different adapter."""
     parts = {name: adapter_pairs(model) for name, model in adapted.items()}
     engine.load_adapter("one", parts["lora"])
     engine.load_adapter("two", parts["pissa"])
@@ -152,7 +155,7 @@ def test_loading_and_dropping_compiles_nothing_and_places_are_free_when_answers_
 
 
 @pytest.mark.slow
-def test_cached_prefixes_are_those_of_one_adapter(adapted, engine):
+def test_prefix_cache_is_separate_for_each_adapter(adapted, engine):
     prompt, parts = tuple(range(1, 31)), adapter_pairs(adapted["lora"])
     engine.load_adapter("one", parts)
 
@@ -169,7 +172,7 @@ def test_cached_prefixes_are_those_of_one_adapter(adapted, engine):
 
 
 @pytest.mark.slow
-def test_preempted_answers_keep_their_adapters(adapted, engine):
+def test_preempted_requests_keep_their_adapters(adapted, engine):
     engine.load_adapter("lora", adapted["lora"])
     (want,) = answers(engine, [ask("lora", max_new_tokens=12)])
     slow = engine.submit(ask("lora", max_new_tokens=12))
@@ -185,7 +188,7 @@ def test_preempted_answers_keep_their_adapters(adapted, engine):
 
 
 @pytest.mark.slow
-def test_refuses_adapters_that_do_not_fit(base, adapted, engine):
+def test_refuses_incompatible_adapters(base, adapted, engine):
     large = noisy(add_lora(base, LoRAConfig(rank=5, targets=("*.query",)), key=jax.random.key(0)))
     with refused(ConfigError, "'large'", "mixer.query", "rank 5", "max_adapter_rank=4"):
         engine.load_adapter("large", large)
@@ -209,13 +212,13 @@ def test_refuses_adapters_that_do_not_fit(base, adapted, engine):
 
 
 def greedy(model, request: Request) -> tuple[int, ...]:
-    """The tokens of a model with merged weights, each the most likely by far."""
+    """Return the greedy tokens of a model with merged weights. The top logit must lead by a clear margin."""
     prompt = jnp.asarray([request.prompt], jnp.int32)
     return tuple(np.asarray(ed.generate(model, prompt, max_new_tokens=6, sampler=ed.Greedy(), stop_ids=()))[0].tolist())
 
 
 def check(base, targets: tuple[str, ...], model=None, **changes) -> None:
-    """A batch of two adapters and the base: answers are those of the merged models."""
+    """Check a batch of two adapters and the base model against the merged models."""
     kinds = {name: LoRAConfig(rank=2, targets=targets, dora=name == "dora") for name in ("plain", "dora")}
     adapted = {name: noisy(add_lora(base, lora, key=jax.random.key(0)), 3) for name, lora in kinds.items()}
     engine = Engine(base if model is None else model, dataclasses.replace(CONFIG, **changes))
@@ -235,31 +238,31 @@ ENGINES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ENGINES)
-def test_engines_of_other_settings(base, kind):
+def test_adapters_with_other_engine_settings(base, kind):
     check(base, EVERY, **ENGINES[kind])
 
 
 @pytest.mark.slow
-def test_layers_that_are_arrays_of_their_own(base, monkeypatch):
+def test_adapters_of_unstacked_layers(base, monkeypatch):
     monkeypatch.setattr("eqx_decoders.inference.unstack.MIN_BYTES", 0)
     check(base, EVERY)
 
 
 @pytest.mark.slow
-def test_weights_in_few_bits(base):
+def test_adapters_of_quantized_weights(base):
     check(quantize(base, "int8"), EVERY)
 
 
 @pytest.mark.slow
-def test_weights_on_a_mesh():
+def test_adapters_of_sharded_weights():
     base = load_hf(BASE.parent / "peft_llama" / "base")
     check(base, EVERY, base.place(ed.Layout.create(data=2, fsdp=2, tensor=2)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek3_groups", "qwen3_next", "gemma3_pattern", "gpt2"])
-def test_models_of_other_kinds(name):
-    """Latent attention in both forms, with experts; recurrences; stacks of several units; biases."""
+def test_adapters_of_other_architectures(name):
+    """Both forms of latent attention, with experts; recurrent layers; scans over several blocks; biases."""
     base = load_hf(BASE.parent / name)
     words = [path for path in whole_weights(base)[0] if path.startswith("scanned_layers.")]
     names = {path.rpartition(".")[2] for path in words}

@@ -1,4 +1,4 @@
-"""The engine, request by request."""
+"""The engine: batching, caches, preemption, stopping and log-probabilities of single requests."""
 
 import collections
 import dataclasses
@@ -38,7 +38,7 @@ def pool(engine):
 
 
 def finish(engine):
-    """All updates until nothing is left."""
+    """Run the engine until it has no work. Returns all updates."""
     updates = []
     while engine.has_work:
         updates += engine.step()
@@ -50,7 +50,7 @@ def test_greedy_answers_match_generate(engine, pool):
         assert alone(engine, request) == generated(engine.model, request)
 
 
-def test_nothing_is_compiled_after_the_start(engine, pool):
+def test_no_compilation_after_startup(engine, pool):
     mixed = [
         Request(prompt=(5,) * length, max_new_tokens=3, sampling=sampling, logprobs=logprobs, prompt_logprobs=prompt)
         for length, sampling, logprobs, prompt in (
@@ -70,8 +70,8 @@ def test_nothing_is_compiled_after_the_start(engine, pool):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fixture", ["llama_rope", "mistral_window", "qwen3_next", "deepseek2_groups"])
-def test_steps_of_few_slots_and_short_caches_change_nothing(fixture, monkeypatch):
-    """One, two, four or all of six slots, wherever these are, reading no more than there is; greedy and drawn."""
+def test_partial_batches_and_short_cache_reads_do_not_change_answers(fixture, monkeypatch):
+    """Steps with 1, 2, 4 or 6 of 6 slots read only the used part of the cache; greedy and sampled requests."""
     monkeypatch.setattr("eqx_decoders.layers.cache.kv_cache.MIN_READ_LENGTH", 16)
     all_slots, parts = engine_for(fixture), engine_for(fixture, max_batch_size=6, batch_invariant=False)
     pool = request_pool(parts.model.config.vocab_size, 9, seed=2, new=(4, 12, 20))
@@ -80,14 +80,14 @@ def test_steps_of_few_slots_and_short_caches_change_nothing(fixture, monkeypatch
         pool[number] = dataclasses.replace(request, sampling=sampling, logprobs=number % 3)
     short = [Request(prompt=(5 + number,), max_new_tokens=6) for number in range(5)]
     wanted = {request: alone(all_slots, request) for request in (*pool, *short)}
-    calls = counted(parts, monkeypatch)
+    calls = count_calls(parts, monkeypatch)
     for requests in (pool, short, pool[:2], pool[2:6], pool[4:7]):
         assert parts.run(requests) == [wanted[request] for request in requests]
     assert {name[1] for name in calls if name[0] == "forward"} == {1, 2, 4, 6}
 
 
-def counted(engine, monkeypatch):
-    """How often each program of an engine is called from now on."""
+def count_calls(engine, monkeypatch):
+    """Count the calls of each program of an engine from now on."""
     calls, run = collections.Counter(), engine._runner._run
 
     def counts(name, *inputs):
@@ -102,26 +102,26 @@ def prefills(calls):
     return sum(count for name, count in calls.items() if name[0] == "prefill")
 
 
-def test_token_budget_bounds_prefill_of_a_step(engine, monkeypatch):
+def test_token_budget_limits_prefill_tokens_per_step(engine, monkeypatch):
     engine.clear_prefix_cache()
     for token in (3, 4, 5):
         engine.submit(Request(prompt=(token,) * 24, max_new_tokens=1))
-    calls = counted(engine, monkeypatch)
+    calls = count_calls(engine, monkeypatch)
     engine.step()
-    assert prefills(calls) == 2  # of 8 tokens each: 12 are not more than one, and a part of another
+    assert prefills(calls) == 2  # 8 tokens each: a step takes one of 12 tokens, and not a part of another
     finish(engine)
     assert prefills(calls) == 9
 
 
-def test_requests_with_one_prompt_prefill_it_once(engine, monkeypatch):
-    """Its blocks, and what of it is no whole block; also for those that come when others are at work."""
+def test_requests_with_the_same_prompt_prefill_it_once(engine, monkeypatch):
+    """Complete blocks and the incomplete end of the prompt are shared, also with requests that arrive later."""
     prompt = tuple(range(20, 41))
     requests = [
         Request(prompt=prompt, max_new_tokens=6, sampling=SamplingParams(temperature=1.0, seed=n)) for n in range(5)
     ]
     known = [alone(engine, request) for request in requests]
     engine.clear_prefix_cache()
-    calls, order = counted(engine, monkeypatch), [engine.submit(request) for request in requests[:3]]
+    calls, order = count_calls(engine, monkeypatch), [engine.submit(request) for request in requests[:3]]
     updates = engine.step()
     order += [engine.submit(request) for request in requests[3:]]
     while engine.counts().running or engine.counts().waiting:
@@ -134,7 +134,7 @@ def test_requests_with_one_prompt_prefill_it_once(engine, monkeypatch):
     finish(engine)
 
 
-def test_stored_ends_of_prompts_are_bounded(engine, monkeypatch):
+def test_number_of_stored_prompt_ends_is_limited(engine, monkeypatch):
     monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, preempted_bytes=0))
     monkeypatch.setattr(engine._scheduler, "config", engine.config)
     monkeypatch.setattr(engine._scheduler.queue, "max_requests", 6)
@@ -142,7 +142,7 @@ def test_stored_ends_of_prompts_are_bounded(engine, monkeypatch):
     requests = [Request(prompt=tuple(range(20 + n, 33 + n)), max_new_tokens=4, client=str(n)) for n in range(3)]
     known = [alone(engine, request) for request in requests]
     engine.clear_prefix_cache()
-    for request in longer:  # one slot is left, for one client after the other
+    for request in longer:  # leaves one slot, which the clients use one after the other
         engine.submit(request)
     engine.step()
     order, most = [engine.submit(request) for request in requests for _ in range(2)], 0
@@ -158,11 +158,11 @@ def test_stored_ends_of_prompts_are_bounded(engine, monkeypatch):
     assert list(got.values()) == [answer for answer in known for _ in range(2)] and most == 1
 
 
-def test_scores_of_a_prompt_are_computed_once_and_shared(engine, monkeypatch):
+def test_prompt_logprobs_are_computed_once_and_shared(engine, monkeypatch):
     request = Request(prompt=tuple(range(20, 41)), max_new_tokens=1, prompt_logprobs=2)
     for _ in range(3):
         engine.submit(request)
-    calls = counted(engine, monkeypatch)
+    calls = count_calls(engine, monkeypatch)
     scores = [update.prompt_scores for update in finish(engine)]
     assert len(scores) == 3 and len(scores[0]) == 20 and all(each is scores[0] for each in scores)
     assert prefills(calls) == 3
@@ -171,7 +171,7 @@ def test_scores_of_a_prompt_are_computed_once_and_shared(engine, monkeypatch):
 
 @pytest.mark.parametrize("first", [2, 8, 9, 16, 17, 20])
 def test_prompt_logprobs_from_a_token_use_the_prefix_cache(engine, first):
-    """Several continuations of one context: its blocks are computed once, and all scores are what they were."""
+    """With several continuations of one context, the context is computed once and the log-probs do not change."""
     context, ends = tuple(range(20, 20 + first)), ((5, 6, 7), (8, 9), (7, 30, 31, 32))
     whole = []
     for end in ends:
@@ -203,13 +203,13 @@ def test_answers_enter_the_prefix_cache_when_idle(engine, monkeypatch):
     engine.clear_prefix_cache()
     number = engine.submit(Request(prompt=tuple(range(20, 33)), max_new_tokens=12))
     other = engine.submit(Request(prompt=(5, 6), max_new_tokens=40))
-    calls = counted(engine, monkeypatch)
+    calls = count_calls(engine, monkeypatch)
     while number not in {update.request_id for update in engine.step() if update.finish_reason}:
         pass
     before = prefills(calls)
     assert {update.request_id for _ in range(3) for update in engine.step()} == {other} and prefills(calls) == before
     engine.cancel(other)
-    engine._scheduler.prefix_warmup._waiting.pop()  # that of the other one
+    engine._scheduler.prefix_warmup._waiting.pop()  # evicts the blocks of the previous prompt
     finish(engine)
     assert prefills(calls) == before + 2  # its second and third block
 
@@ -219,7 +219,7 @@ def test_next_turn_finds_cancelled_answer_in_prefix_cache(engine):
     number, prompt, answer = engine.submit(Request(prompt=tuple(range(20, 33)), max_new_tokens=30)), range(20, 33), ()
     while len(answer) < 12:
         answer += tuple(token for update in engine.step() for token in update.tokens)
-    engine.cancel(number)  # as whoever finds a stop string does
+    engine.cancel(number)  # as the server does after a stop string
     finish(engine)
     turn = Request(prompt=(*prompt, *answer, 5, 6), max_new_tokens=5)
     engine.submit(turn)
@@ -228,8 +228,8 @@ def test_next_turn_finds_cancelled_answer_in_prefix_cache(engine):
     assert tuple(token for update in updates for token in update.tokens) == alone(engine, turn)
 
 
-def test_a_text_that_is_waited_for_is_computed_in_its_turn(engine, monkeypatch):
-    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, token_budget=8))  # one chunk in a step
+def test_awaited_prefix_warmup_is_scheduled_like_a_request(engine, monkeypatch):
+    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, token_budget=8))  # one chunk per step
     monkeypatch.setattr(engine._scheduler, "config", engine.config)
     prompt = tuple(range(20, 33))
     answer = alone(engine, Request(prompt=prompt, max_new_tokens=12))
@@ -248,7 +248,7 @@ def test_a_text_that_is_waited_for_is_computed_in_its_turn(engine, monkeypatch):
     assert cached[turn] == 24
 
 
-def test_saved_bytes_of_preempted_requests_are_bounded(engine, monkeypatch):
+def test_saved_bytes_of_preempted_requests_are_limited(engine, monkeypatch):
     most = engine._runner.saved_bytes(16)
     monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, preempted_bytes=most))
     monkeypatch.setattr(engine._scheduler, "config", engine.config)
@@ -265,10 +265,11 @@ def test_saved_bytes_of_preempted_requests_are_bounded(engine, monkeypatch):
     assert list(got.values()) == known
     sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(saved)) for saved in kept]
     assert 0 < max(sizes) <= most and engine.counts().preemptions >= 3
-    assert any(len(saved) < len(requests[:at]) - 2 for at, saved in enumerate(kept))  # not all of those that waited
+    # fewer than the preempted requests
+    assert any(len(saved) < len(requests[:at]) - 2 for at, saved in enumerate(kept))
 
 
-def test_log_probabilities_match_the_whole_text(engine):
+def test_logprobs_match_one_forward_pass(engine):
     prompt = tuple(int(token) for token in np.random.default_rng(0).integers(3, 60, 21))
     number = engine.submit(Request(prompt=prompt, max_new_tokens=5, logprobs=3, prompt_logprobs=2))
     updates = [update for update in finish(engine) if update.request_id == number]
@@ -288,7 +289,7 @@ def test_log_probabilities_match_the_whole_text(engine):
 
 
 @pytest.mark.slow
-def test_sampled_answers_follow_their_seeds(engine):
+def test_sampled_answers_match_sampling_step_by_step(engine):
     sampling = SamplingParams(temperature=0.9, top_k=12, seed=11, repetition_penalty=1.5, logit_bias=((6, 2.0),))
     rows = BatchSamplingParams.empty(1, 4)
     rows.set(0, sampling)
@@ -307,7 +308,7 @@ def test_sampled_answers_follow_their_seeds(engine):
     assert alone(engine, dataclasses.replace(request, sampling=SamplingParams())) != tuple(text[5:])
 
 
-def test_a_stop_ends_an_answer_and_is_its_last_token(engine):
+def test_stop_token_ends_the_answer_and_is_included(engine):
     prompt = (7, 8, 9)
     whole = alone(engine, Request(prompt=prompt, max_new_tokens=12))
     stop = next(token for place, token in enumerate(whole) if place > 2 and token not in whole[:place])
@@ -317,14 +318,14 @@ def test_a_stop_ends_an_answer_and_is_its_last_token(engine):
     assert updates[-1].finish_reason == "stop"
 
 
-def test_stops_wait_for_the_least_length(engine):
+def test_stop_tokens_are_ignored_before_min_new_tokens(engine):
     prompt = (7, 8, 9)
     first = alone(engine, Request(prompt=prompt, max_new_tokens=1))[0]
     answer = alone(engine, Request(prompt=prompt, max_new_tokens=9, stop_ids=(first, 10**6), min_new_tokens=4))
     assert first not in answer[:4] and len(answer) >= 5
 
 
-def test_the_same_prompt_is_found_again(engine):
+def test_repeated_prompt_uses_the_prefix_cache(engine):
     engine.clear_prefix_cache()
     prompt = tuple(range(10, 30))
     first = engine.submit(Request(prompt=prompt, max_new_tokens=2))
@@ -337,7 +338,7 @@ def test_the_same_prompt_is_found_again(engine):
 
 
 def test_restored_slot_can_be_saved_again(engine):
-    """Before any further token: a request may be preempted as soon as its prefix is restored."""
+    """A request may be preempted directly after its prefix is restored, before another token is computed."""
     engine.run([Request(prompt=(3, 1, 4, 1, 5, 9), max_new_tokens=1)])
     runner = engine._runner
     saved = runner.save(0, 0)
@@ -350,7 +351,7 @@ def test_restored_slot_can_be_saved_again(engine):
 
 
 @pytest.mark.slow
-def test_a_higher_priority_takes_a_place_and_gives_it_back(engine):
+def test_higher_priority_preempts_and_the_preempted_request_resumes(engine):
     requests = [Request(prompt=(3 + number, 4, 5), max_new_tokens=20) for number in range(4)]
     known = [alone(engine, request) for request in requests]
     order = [engine.submit(request) for request in requests[:3]]
@@ -367,10 +368,10 @@ def test_a_higher_priority_takes_a_place_and_gives_it_back(engine):
     assert ends.index(order[3]) < ends.index(order[2])
 
 
-def test_a_cancelled_request_frees_its_slot_at_once(engine):
+def test_cancelled_request_frees_its_slot_at_once(engine):
     numbers = [engine.submit(Request(prompt=(4,) * 30, max_new_tokens=20)) for _ in range(3)]
     engine.step()
-    for number in numbers:  # one while its prompt is computed
+    for number in numbers:  # one of them during its prefill
         engine.cancel(number)
     engine.cancel(10**9)
     last = engine.submit(Request(prompt=(5,), max_new_tokens=1))
@@ -379,7 +380,7 @@ def test_a_cancelled_request_frees_its_slot_at_once(engine):
     assert updates[-1].request_id == last and not engine.has_work
 
 
-def test_a_long_prompt_lets_short_ones_pass(engine):
+def test_long_prompt_does_not_delay_a_short_prompt(engine):
     engine.clear_prefix_cache()
     engine.submit(Request(prompt=tuple(range(3, 60)), max_new_tokens=1))
     short = engine.submit(Request(prompt=(9, 9), max_new_tokens=1))
@@ -409,7 +410,7 @@ UNANSWERABLE = {
 
 
 @pytest.mark.parametrize("case", UNANSWERABLE)
-def test_requests_that_could_never_be_answered_are_refused(engine, case):
+def test_refuses_requests_beyond_the_limits_of_the_engine(engine, case):
     wrong, names = UNANSWERABLE[case]
     with refused(ed.ConfigError, *names):
         engine.submit(Request(**dict(prompt=(1, 2, 3, 4, 5), max_new_tokens=5) | wrong))
@@ -417,14 +418,14 @@ def test_requests_that_could_never_be_answered_are_refused(engine, case):
 
 
 @pytest.mark.slow
-def test_a_cache_of_four_bits_answers():
+def test_engine_with_a_4_bit_cache_answers():
     small = engine_for("llama_rope", cache_dtype="int4")
     found = small.run([Request(prompt=(1, 2, 3, 4, 5), max_new_tokens=4)])
     assert len(found[0]) == 4
 
 
 @pytest.mark.slow
-def test_a_drafter_of_ones_own_needs_no_more_than_its_methods(engine, pool):
+def test_custom_drafter_works(engine, pool):
     class LastAgain(PromptLookup):
         def find(self, text):
             return [int(text[-1])] * self.num_tokens
@@ -433,13 +434,13 @@ def test_a_drafter_of_ones_own_needs_no_more_than_its_methods(engine, pool):
     assert [alone(own, each) for each in pool[:4]] == [alone(engine, each) for each in pool[:4]]
 
 
-def test_refuses_drafts_that_are_no_drafter(without_type_checks):
+def test_refuses_drafts_that_are_not_a_drafter(without_type_checks):
     with refused(ed.ConfigError, "EngineConfig.drafts='mtp'"):
         EngineConfig(drafts="mtp")
 
 
 class EvenThenStuck:
-    """Only even tokens; after three of them it fails."""
+    """Constraint that allows only even tokens and raises an error after the third token."""
 
     def __init__(self):
         self.count = 0
@@ -453,7 +454,7 @@ class EvenThenStuck:
             raise ValueError("no way on")
 
 
-def test_constraints_bind_and_their_failures_end_their_own_request(engine):
+def test_constraint_limits_tokens_and_its_failure_ends_one_request(engine):
     bound = Request(prompt=(5, 6), max_new_tokens=8, constraint=EvenThenStuck())
     free = Request(prompt=(5, 6), max_new_tokens=8)
     known = alone(engine, free)
@@ -487,14 +488,14 @@ def test_error_of_a_constraint_ends_only_its_request(engine, begun):
 def test_prompt_lookup_finds_the_latest_continuation():
     lookup = PromptLookup(num_tokens=3, longest=3, shortest=2)
     assert lookup.find([1, 2, 3, 4, 5, 1, 2, 3]) == [4, 5, 1]
-    assert lookup.find([1, 2, 9, 1, 2, 8, 1, 2]) == [8, 1, 2]  # the latest place
+    assert lookup.find([1, 2, 9, 1, 2, 8, 1, 2]) == [8, 1, 2]  # the most recent occurrence
     assert lookup.find([1, 2, 3]) == [] and lookup.find([7]) == []
     with refused(ed.ConfigError, "PromptLookup.shortest=4", "longest=3"):
         PromptLookup(shortest=4)
 
 
 def with_drafts(model, drafts, pool):
-    """The answers of an engine that drafts, to requests that come one after another."""
+    """Return the answers of an engine with drafts to consecutive requests."""
     engine = Engine(model, EngineConfig(**SMALL, drafts=drafts))
     waiting, order, got = list(pool), [], {}
     while waiting or engine.has_work:
@@ -509,7 +510,7 @@ def with_drafts(model, drafts, pool):
 @pytest.mark.slow
 @pytest.mark.parametrize("fixture", ["llama_rope", "mistral_window", "qwen3_next", "deepseek2_groups"])
 @pytest.mark.parametrize("kind", ["lookup", "same model", "one depth", "two depths"])
-def test_drafts_change_no_answer(fixture, kind):
+def test_drafts_do_not_change_answers(fixture, kind):
     plain = engine_for(fixture)
     model = plain.model
     if kind.endswith(("depth", "depths")):
@@ -526,12 +527,12 @@ def test_drafts_change_no_answer(fixture, kind):
     got, counts = with_drafts(model, drafts, pool)
     assert got == known
     assert counts.draft_tokens > 0
-    if kind == "same model":  # greedy drafts of the model itself are right wherever the answer is greedy
+    if kind == "same model":  # greedy drafts of the model itself are accepted whenever the request is greedy
         assert counts.accepted_draft_tokens > counts.draft_tokens / 3
 
 
 @pytest.mark.slow
-def test_drafts_from_all_residual_streams_change_no_answer():
+def test_drafts_from_all_residual_streams_do_not_change_answers():
     plain = engine_for("qwen4_exp")
     pool = request_pool(plain.model.config.vocab_size, 6, seed=2)
     known = plain.run(pool)
@@ -546,7 +547,7 @@ def test_mtp_drafts_need_mtp_depths(engine):
 
 
 @pytest.mark.slow
-def test_images_beside_texts_change_nothing_for_either():
+def test_image_and_text_requests_do_not_affect_each_other():
     model = filled(media_decoder(), 1, attention="dot")
     ids, grids = text("iiiixxiixx"), [(1, 4, 4), (1, 4, 2)]
     media = ed.Media.create(model.config, ids[None], pixel_values=patches(grids), image_grid_thw=np.asarray(grids))
@@ -570,7 +571,7 @@ def test_images_beside_texts_change_nothing_for_either():
 @pytest.mark.parametrize(
     "mesh", [dict(tensor=2, data=2, fsdp=2), dict(data=4, tensor=2, explicit=True)], ids=["automatic", "explicit"]
 )
-def test_a_mesh_changes_no_answer(engine, pool, mesh):
+def test_mesh_does_not_change_answers(engine, pool, mesh):
     model = engine.model.place(ed.Layout.create(**mesh))
     assert Engine(model, EngineConfig(**SMALL | dict(max_batch_size=4))).run(pool) == engine.run(pool)
 
@@ -590,19 +591,19 @@ def test_a_mesh_changes_no_answer(engine, pool, mesh):
         ("max_logit_bias", -1),
     ],
 )
-def test_wrong_sizes_are_refused(field, value):
+def test_refuses_invalid_sizes(field, value):
     with refused(ed.ConfigError, f"EngineConfig.{field}={value}"):
         EngineConfig(**{field: value})
 
 
-def test_wrong_cache_formats_are_refused():
+def test_refuses_invalid_cache_formats():
     with refused(ed.ConfigError, "dtype='int7'", "'int8'"):
         EngineConfig(cache_dtype="int7")
     with refused(ed.ConfigError, "prefill_chunk=128", "page_size=48"):
         EngineConfig(pages=PageConfig(page_size=48), prefill_chunk=128)
 
 
-def test_clients_take_turns(engine):
+def test_client_with_fewer_served_tokens_takes_precedence(engine):
     prompt = tuple(range(3, 11))
     first = [Request(prompt=prompt, max_new_tokens=9, client=name) for name in ("many", "many", "many")]
     late = [Request(prompt=prompt, max_new_tokens=1, client=name) for name in ("many", "few")]
@@ -610,16 +611,16 @@ def test_clients_take_turns(engine):
     engine.step()
     order += [engine.submit(request) for request in late]
     ends = [update.request_id for update in finish(engine) if update.finish_reason is not None]
-    assert ends.index(order[4]) < ends.index(order[3])  # who came last had got least
+    assert ends.index(order[4]) < ends.index(order[3])  # the client that came last was served least
 
 
-def test_learned_positions_bound_the_length():
+def test_learned_positions_limit_the_length():
     with refused(ed.ConfigError, "EngineConfig.max_length=1000000", "32"):
         engine_for("gpt2", max_length=10**6)
 
 
 def test_step_arguments_are_copies(engine):
-    """On CPU, JAX reads some NumPy arrays where they are, after the call has returned."""
+    """On CPU, JAX may use the memory of a NumPy argument after the call has returned."""
     table = engine._slot_manager.sampling
     for slots in ([1], range(2)):
         given = table.batch_of(slots, False)
@@ -633,7 +634,7 @@ def test_step_arguments_are_copies(engine):
     [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_k": 5}, {"top_p": 0.5, "logit_bias": ((4, 2.0),)}],
     ids=["plain", "temperature", "top_k", "top_p"],
 )
-def test_log_probs_of_draws(engine, options):
+def test_processed_logprobs_match_the_sampling_distribution(engine, options):
     sampling = SamplingParams(**{"temperature": 1.0} | options)
     prompt = tuple(range(3, 20))
     asked = Request(prompt=prompt, max_new_tokens=6, sampling=sampling, logprobs=0, logprobs_mode="processed")
@@ -659,12 +660,12 @@ def test_log_probs_of_draws(engine, options):
     assert_allclose(found, log_probs[np.arange(6), tokens], atol=1e-5)
 
 
-def test_logprobs_of_draws_need_a_temperature():
+def test_processed_logprobs_need_a_temperature():
     with refused(ed.ConfigError, "Request.logprobs_mode='processed'", "temperature"):
         Request(prompt=(1,), max_new_tokens=1, logprobs=0, logprobs_mode="processed")
 
 
-def test_adapters_need_whole_batches():
+def test_adapters_exclude_batch_split():
     config = EngineConfig(max_adapters=1, max_adapter_rank=2, adapter_targets=("*.query",))
     halves = ed.abstract(ed.get_config("tiny"), batch_split=2)
     with refused(ed.ConfigError, "EngineConfig.max_adapters=1", "Execution.batch_split"):
@@ -683,8 +684,8 @@ def test_adapters_need_whole_batches():
     ],
     ids=["default", "pages", "drafts", "no caches"],
 )
-def test_the_experts_of_every_token_match_a_whole_forward_pass(fixture, changes):
-    """Of prompts that begin alike, of several answers to one, with drafts, preempted and started again."""
+def test_reported_experts_match_one_forward_pass(fixture, changes):
+    """Requests share prefixes and prompts, use drafts, and are preempted and restarted."""
     engine = engine_for(fixture, expert_choices=True, **changes)
     pool = request_pool(engine.model.config.vocab_size, 10, seed=5)
     pool += [dataclasses.replace(pool[1], sampling=SamplingParams(temperature=1.0, seed=seed)) for seed in range(3)]
@@ -710,6 +711,6 @@ def test_the_experts_of_every_token_match_a_whole_forward_pass(fixture, changes)
         assert (experts[number][-1] == -1).all()
 
 
-def test_experts_that_can_not_be_reported_are_refused():
+def test_refuses_expert_choices_of_a_dense_model():
     with refused(ed.ConfigError, "EngineConfig.expert_choices=True"):
         engine_for("llama_rope", expert_choices=True)

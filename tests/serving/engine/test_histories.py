@@ -1,4 +1,4 @@
-"""Random histories: whatever comes, goes and is interrupted, each request gets the tokens that it gets alone."""
+"""Random request histories: arrivals, cancellations and preemptions do not change the tokens of any request."""
 
 import dataclasses
 import random
@@ -22,8 +22,8 @@ MODELS = {
 _KNOWN = {}
 
 
-class Got:
-    """What came of a request: its tokens, and the log-probabilities of these and of its prompt, bit for bit."""
+class Result:
+    """Results of a request: tokens, their log-probabilities, and prompt log-probabilities, all compared bit by bit."""
 
     def __init__(self):
         self.tokens, self.scores, self.prompt_scores, self.end = [], [], [], None
@@ -36,7 +36,7 @@ class Got:
         self.end = update.finish_reason
 
     def begins(self, other):
-        """Whether it is the beginning of another one, or all of it where it was not cancelled."""
+        """Return whether this result equals `other`, or, if it was cancelled, is a prefix of `other`."""
         if self.end != "cancelled":
             return vars(self) == vars(other)
         count = len(self.tokens)
@@ -45,18 +45,18 @@ class Got:
 
 
 def alone(engine, request):
-    """What a request gets with nothing else in the engine, and nothing known of its prompt."""
+    """Return the result of a request that runs without other requests and with an empty prefix cache."""
     engine.clear_prefix_cache()
     engine.submit(dataclasses.replace(request, priority=0))
-    got = Got()
+    got = Result()
     while engine.has_work:
         for update in engine.step():
             got.take(update)
     return got
 
 
-def with_turns(engine, pool):
-    """Requests, most of them with log-probabilities; then those that go on from an answer; and what all get alone."""
+def with_follow_ups(engine, pool):
+    """Add log-probabilities to most requests, and requests that continue answers. Returns all requests and results."""
     for number, request in enumerate(pool):
         scored = dict(prompt_logprobs=1, prompt_logprobs_from=1 + number // 5 * 6) if number % 5 == 0 else {}
         pool[number] = dataclasses.replace(request, logprobs=number % 2, **scored)
@@ -69,23 +69,26 @@ def with_turns(engine, pool):
     return pool + turns, answers + [alone(engine, request) for request in turns]
 
 
-def known(model):
-    """An engine, requests, and what each gets alone: made once for all histories."""
+def reference_of(model):
+    """Return an engine, requests and the results of separate requests, cached for all histories."""
     if model not in _KNOWN:
         name = model.removeprefix("paged ")
         options = dict(prefix_cache_bytes=40_000) if name == model else PAGED
         engine = engine_for(MODELS[name], "bfloat16" if name == "bfloat16" else "float32", **options)
         engine.config = dataclasses.replace(engine.config, preempted_bytes=engine._runner.saved_bytes(40))
         engine._scheduler.config = engine.config
-        pool, answers = with_turns(engine, request_pool(engine.model.config.vocab_size, 24))
+        pool, answers = with_follow_ups(engine, request_pool(engine.model.config.vocab_size, 24))
         _KNOWN[model] = engine, pool, answers
         assert any(0 < len(got.tokens) < request.max_new_tokens for request, got in zip(pool, answers, strict=True))
     return _KNOWN[model]
 
 
-def play(model, seed):
-    """One history: arrivals, some of several answers at once, cancels and steps by chance, until nothing is left."""
-    engine, pool, answers = known(model)
+def run_history(model, seed):
+    """Run one random history of arrivals (some with several samples), cancellations and steps.
+
+    Ends when the engine is idle.
+    """
+    engine, pool, answers = reference_of(model)
     pick = random.Random(seed)
     if pick.random() < 0.2:
         engine.clear_prefix_cache()
@@ -95,7 +98,7 @@ def play(model, seed):
             which = pick.randrange(len(pool))
             for _ in range(pick.choice([1, 1, 1, 2, 4])):
                 sent[number := engine.submit(pool[which])] = which
-                got[number] = Got()
+                got[number] = Result()
             left -= 1
         if sent and pick.random() < 0.06:
             engine.cancel(pick.choice(list(sent)))
@@ -103,12 +106,12 @@ def play(model, seed):
             got[update.request_id].take(update)
     for number, which in sent.items():
         assert got[number].end is not None and got[number].begins(answers[which])
-    nothing_left(engine)
+    check_idle(engine)
     return engine.counts()
 
 
-def nothing_left(engine):
-    """All that was taken was given back."""
+def check_idle(engine):
+    """Check that all slots, pages and cache entries were released."""
     counts = engine.counts()
     prefixes, paging = engine._slot_manager.prefix_cache, engine._slot_manager.block_manager
     assert (counts.running, counts.waiting) == (0, 0)
@@ -127,7 +130,7 @@ def nothing_left(engine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama"])
-def test_some_histories(model, monkeypatch):
+def test_results_do_not_depend_on_history(model, monkeypatch):
     again = []
     monkeypatch.setattr(
         SequenceState,
@@ -135,21 +138,21 @@ def test_some_histories(model, monkeypatch):
         lambda sequence, restart=SequenceState.restart: (again.append(len(sequence.output_tokens)), restart(sequence)),
     )
     for seed in range(25):
-        counts = play(model, seed)
+        counts = run_history(model, seed)
     assert counts.preemptions > len(again) > 0 and max(again) > 0 and counts.prefix_hits > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["paged llama", "paged windowed", "paged latent", "paged hybrid"])
-def test_many_histories_in_few_pages(model):
+def test_results_do_not_depend_on_history_with_few_pages(model):
     for seed in range(200):
-        counts = play(model, seed)
+        counts = run_history(model, seed)
     assert counts.preemptions > 10 and counts.prefix_hits > 1000
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_many_histories(model):
+def test_results_do_not_depend_on_many_histories(model):
     for seed in range(400):
-        counts = play(model, seed)
+        counts = run_history(model, seed)
     assert counts.preemptions > 10 and counts.prefix_hits > 1000

@@ -1,4 +1,4 @@
-"""Engines that are given other weights, and log-probabilities of draws."""
+"""Replacing the weights of an engine: new requests, running requests, and the prefix cache."""
 
 import dataclasses
 
@@ -27,13 +27,13 @@ def engine():
 
 
 @pytest.fixture(scope="module")
-def other(engine):
+def other_model(engine):
     return jax.tree.map(lambda leaf: leaf * 0.7 + 0.01 if hasattr(leaf, "dtype") else leaf, engine.model)
 
 
 @pytest.fixture(scope="module")
-def fresh(engine, other):
-    return Engine(other, engine.config)
+def fresh_engine(engine, other_model):
+    return Engine(other_model, engine.config)
 
 
 def request(seed=0, **options):
@@ -42,13 +42,13 @@ def request(seed=0, **options):
 
 
 @pytest.mark.slow
-def test_new_weights_answer_as_in_an_engine_of_their_own(engine, fresh, other):
+def test_loaded_weights_answer_as_in_a_new_engine(engine, fresh_engine, other_model):
     first, model = alone(engine, request()), engine.model
-    expected = alone(fresh, request())
+    expected = alone(fresh_engine, request())
     assert expected != first
     with compilations() as compiled:
-        engine.load(other)
-        assert alone(engine, request()) == expected  # also: nothing of the prefix cache is found again
+        engine.load(other_model)
+        assert alone(engine, request()) == expected  # the prefix cache has no hit either
         engine.release()
         with refused(ConfigError, "Engine.release", "Engine.load"):
             alone(engine, request())
@@ -67,7 +67,7 @@ def test_new_weights_answer_as_in_an_engine_of_their_own(engine, fresh, other):
 
 
 @pytest.mark.slow
-def test_arrays_are_the_same_where_they_agree(engine):
+def test_load_reuses_arrays_without_copying(engine):
     model = engine.model
     engine.load(model)
     held = named_leaves(engine._runner.weights.loaded.model)
@@ -80,25 +80,25 @@ def test_arrays_are_the_same_where_they_agree(engine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("running", ["keep", "recompute"])
-def test_answers_under_way(engine, fresh, other, running):
+def test_load_keeps_or_recomputes_running_requests(engine, fresh_engine, other_model, running):
     model, greedy = engine.model, request(sampling=SamplingParams())
     whole = alone(engine, greedy)
     with refused(ConfigError, "Engine.load", "1 request", "running=", "'keep'", "'recompute'"):
         engine.submit(greedy)
-        engine.load(other)
+        engine.load(other_model)
     outputs = []
     while sum(len(output.tokens) for output in outputs) < 2:
         outputs += engine.step()
-    engine.load(other, running=running)
+    engine.load(other_model, running=running)
     waiting = engine.submit(request(seed=5))
     while engine.has_work:
         outputs += engine.step()
     old, new = ([t for o in outputs if (o.request_id == waiting) == late for t in o.tokens] for late in (False, True))
     versions = [output.version for output in outputs if output.request_id != waiting]
-    # the third was on its way, and is read before its weights go
+    # the third token was in flight and is read before the weights are replaced
     assert tuple(old[:3]) == whole[:3] and versions == [versions[0]] * 3 + [versions[0] + 1] * 3
-    assert tuple(new) == alone(fresh, request(seed=5))
-    read_anew = alone(fresh, dataclasses.replace(greedy, prompt=(*PROMPT, *whole[:3]), max_new_tokens=3))
+    assert tuple(new) == alone(fresh_engine, request(seed=5))
+    read_anew = alone(fresh_engine, dataclasses.replace(greedy, prompt=(*PROMPT, *whole[:3]), max_new_tokens=3))
     assert (tuple(old[3:]) == read_anew) == (running == "recompute")
     engine.load(model)
 
@@ -122,8 +122,8 @@ def test_release_reads_steps_in_flight(engine):
     assert [output.version for output in outputs] == [engine.version - 1] * 2 + [engine.version] * 4
 
 
-def test_blocks_of_other_weights_have_other_names(engine):
-    """An answer that goes on with old keys and values adds blocks, too."""
+def test_block_hashes_depend_on_the_weights(engine):
+    """A running request with old keys and values also adds blocks to the prefix cache."""
     cache = engine._slot_manager.prefix_cache
     before = cache.hash_blocks(PROMPT)
     assert cache.hash_blocks(PROMPT) == before

@@ -1,4 +1,4 @@
-"""Prompts with images: few programs, compiled beside the steps, and errors that end one request alone."""
+"""Prompts with images: few compiled programs, compilation in other threads, and errors that end only one request."""
 
 import dataclasses
 import random
@@ -34,8 +34,8 @@ def engine():
 READ = Request(prompt=(1, 2, 3), max_new_tokens=6)
 
 
-def shown(engine, columns, seed=0, new=3):
-    """A request with one image of two rows of features."""
+def image_request(engine, columns, seed=0, new=3):
+    """Return a request with one image of two rows of features."""
     grids = [(1, 4, 2 * columns)]
     ids = text("xx" + "i" * 2 * columns + "x", seed)
     pixels = patches(grids, seed)
@@ -56,7 +56,7 @@ def tokens(updates):
     return tuple(token for update in updates for token in update.tokens)
 
 
-def test_padded_rows_are_encoded_as_they_are_and_stand_where_they_stood():
+def test_features_of_padded_rows_equal_features_without_padding():
     config = media_decoder(layers=2)
     model, grids = filled(config, 1, attention="dot"), [(1, 6, 6), (1, 2, 4), (1, 6, 6), (1, 6, 4)]
     ids = text("iiiiiiiiixaaiixaaaa" + "i" * 15)
@@ -69,25 +69,25 @@ def test_padded_rows_are_encoded_as_they_are_and_stand_where_they_stood():
     count = int((media.index >= 0).sum())
     for one, other in zip((wanted.by_group, *wanted.deepstack), (found.by_group, *found.deepstack), strict=True):
         assert_allclose(one[:, :count], other[:, :count], rtol=1e-5, atol=1e-6)
-    assert len(np.unique(np.asarray(wanted.by_group[0, :count, 0]))) == count  # no two of them are alike
+    assert len(np.unique(np.asarray(wanted.by_group[0, :count, 0]))) == count  # all features differ
 
 
-def test_sizes_share_programs_and_answers_share_what_was_seen(engine, monkeypatch):
+def test_image_sizes_share_programs_and_requests_share_prefills(engine, monkeypatch):
     calls = []
     read = engine._multimodal.prefill
     monkeypatch.setattr(engine._multimodal, "prefill", lambda seen: (calls.append(1), read(seen))[1])
-    first = shown(engine, 9)
+    first = image_request(engine, 9)
     known = alone(engine, first)
     programs = len(engine._multimodal._programs)
     assert programs == 2 and len(calls) == 1
-    other = shown(engine, 10, seed=1)  # 20 features, as 18 are padded to; prompts of 21 and 23 to 32
+    other = image_request(engine, 10, seed=1)  # padded to the same sizes: 20 and 18 features, 23 and 21 tokens
     found = answers(engine, other, first, first, READ, first, first)
     assert [tokens(updates) for updates in found[1:3]] == [known] * 2 == [tokens(updates) for updates in found[4:]]
     assert tokens(found[0]) != known and tokens(found[3]) == alone(engine, READ)
-    assert len(engine._multimodal._programs) == programs and len(calls) == 4  # one for each time that it came anew
+    assert len(engine._multimodal._programs) == programs and len(calls) == 4  # one per new prompt
 
 
-def test_images_let_nothing_be_compiled_in_the_thread_of_the_engine(engine):
+def test_engine_thread_does_not_compile_for_images(engine):
     compiled, own = [], threading.current_thread()
 
     def listener(event, _, **__):
@@ -97,20 +97,20 @@ def test_images_let_nothing_be_compiled_in_the_thread_of_the_engine(engine):
     fresh = Engine(engine.model, dataclasses.replace(engine.config, max_length=48))
     fresh.warm_up()
     jax.monitoring.register_event_duration_secs_listener(listener)
-    assert len(fresh.run([shown(engine, 4), READ])[0]) == 3
+    assert len(fresh.run([image_request(engine, 4), READ])[0]) == 3
     fresh.close()
     assert not compiled
 
 
-def held(engine):
-    """The prompts that are encoded, or are going to be."""
+def prompts_in_encoding(engine):
+    """Return the prompts that are being encoded or wait for encoding."""
     return list(
         dict.fromkeys(sequence.shared for sequence in engine._scheduler.queue if sequence.shared.encoding is not None)
     )
 
 
-def test_features_wait_on_the_host_as_far_as_there_is_room(engine, monkeypatch):
-    requests = [shown(engine, 9, seed) for seed in range(6)]
+def test_features_on_the_host_are_limited(engine, monkeypatch):
+    requests = [image_request(engine, 9, seed) for seed in range(6)]
     known = [alone(engine, request) for request in requests]
     size = multimodal_prefill.features_bytes(engine._multimodal, requests[0])
     monkeypatch.setattr(multimodal_prefill, "MAX_FEATURE_BYTES", 2 * size)
@@ -118,15 +118,15 @@ def test_features_wait_on_the_host_as_far_as_there_is_room(engine, monkeypatch):
     while engine.has_work:
         for update in engine.step():
             got[update.request_id] = got.get(update.request_id, ()) + update.tokens
-        most = max(most, len(held(engine)))
-        for features in (shared.encoding.result(60).features for shared in held(engine)):
+        most = max(most, len(prompts_in_encoding(engine)))
+        for features in (shared.encoding.result(60).features for shared in prompts_in_encoding(engine)):
             assert all(isinstance(each, np.ndarray) for each in features)
             assert sum(each.nbytes for each in features) == size
     assert [got[number] for number in order] == known and most == 2
 
 
-def test_the_first_in_turn_is_encoded_in_any_case(engine, monkeypatch):
-    low, high = shown(engine, 9, 1), dataclasses.replace(shown(engine, 9, 2), priority=1)
+def test_first_prompt_in_the_queue_is_encoded_although_memory_is_full(engine, monkeypatch):
+    low, high = image_request(engine, 9, 1), dataclasses.replace(image_request(engine, 9, 2), priority=1)
     known = [alone(engine, request) for request in (low, high)]
     monkeypatch.setattr(
         multimodal_prefill, "MAX_FEATURE_BYTES", multimodal_prefill.features_bytes(engine._multimodal, low)
@@ -134,11 +134,11 @@ def test_the_first_in_turn_is_encoded_in_any_case(engine, monkeypatch):
     texts = [engine.submit(dataclasses.replace(READ, priority=2)) for _ in range(3)]
     order, got = [engine.submit(low)], {}
     engine.step()
-    (first,) = held(engine)
+    (first,) = prompts_in_encoding(engine)
     first.encoding.result(60)
     order.append(engine.submit(high))
     updates = engine.step()
-    (second,) = held(engine)
+    (second,) = prompts_in_encoding(engine)
     assert second is not first and first.encoding is None
     while engine.has_work:
         updates += engine.step()
@@ -147,7 +147,7 @@ def test_the_first_in_turn_is_encoded_in_any_case(engine, monkeypatch):
     assert [got[number] for number in order] == known and len(got) == len(texts) + 2
 
 
-def test_clients_take_turns_at_the_encoders(engine, monkeypatch):
+def test_encodings_per_client_are_limited(engine, monkeypatch):
     wait = threading.Event()
     work = engine._multimodal._encode_prompt
     monkeypatch.setattr(
@@ -155,8 +155,8 @@ def test_clients_take_turns_at_the_encoders(engine, monkeypatch):
     )
     monkeypatch.setattr(multimodal_prefill, "MAX_ENCODINGS_PER_CLIENT", 2)
     for seed in range(4):
-        engine.submit(dataclasses.replace(shown(engine, 9, seed), client="many"))
-    engine.submit(dataclasses.replace(shown(engine, 9, 5), client="few"))
+        engine.submit(dataclasses.replace(image_request(engine, 9, seed), client="many"))
+    engine.submit(dataclasses.replace(image_request(engine, 9, 5), client="few"))
     engine.step()
     busy = [sequence.request.client for sequence in engine._scheduler.queue if sequence.shared.encoding is not None]
     wait.set()
@@ -165,8 +165,8 @@ def test_clients_take_turns_at_the_encoders(engine, monkeypatch):
     assert busy == ["many", "many", "few"]
 
 
-def test_prompts_that_were_seen_are_kept_within_bounds(engine, monkeypatch):
-    requests = [dataclasses.replace(shown(engine, 9, seed, new=9), client=str(seed)) for seed in range(3)]
+def test_number_of_stored_prefilled_prompts_is_limited(engine, monkeypatch):
+    requests = [dataclasses.replace(image_request(engine, 9, seed, new=9), client=str(seed)) for seed in range(3)]
     known = [alone(engine, request) for request in requests]
     order = [engine.submit(request) for request in requests for _ in range(2)]
     monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, preempted_bytes=0))
@@ -183,8 +183,8 @@ def test_prompts_that_were_seen_are_kept_within_bounds(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_histories_with_little_memory_change_no_answer(engine, monkeypatch, seed):
-    pick, pool = random.Random(seed), [shown(engine, 9, number, new=6) for number in range(4)] + [READ]
+def test_random_histories_with_little_memory_do_not_change_answers(engine, monkeypatch, seed):
+    pick, pool = random.Random(seed), [image_request(engine, 9, number, new=6) for number in range(4)] + [READ]
     known = [alone(engine, request) for request in pool]
     monkeypatch.setattr(
         multimodal_prefill,
@@ -211,7 +211,7 @@ def test_histories_with_little_memory_change_no_answer(engine, monkeypatch, seed
         assert end == "cancelled" or answer == known[which]
 
 
-def test_texts_go_on_while_an_image_waits_for_its_program(engine, monkeypatch):
+def test_text_requests_continue_while_an_image_program_compiles(engine, monkeypatch):
     wait, threads = threading.Event(), []
     work = engine._multimodal._encode_prompt
 
@@ -221,13 +221,13 @@ def test_texts_go_on_while_an_image_waits_for_its_program(engine, monkeypatch):
         return work(*given, **options)
 
     monkeypatch.setattr(engine._multimodal, "_encode_prompt", waits)
-    image, written = engine.submit(shown(engine, 9)), engine.submit(READ)
+    image, written = engine.submit(image_request(engine, 9)), engine.submit(READ)
     updates = []
     while written not in {update.request_id for update in updates if update.finish_reason}:
         updates += engine.step()
     assert image not in {update.request_id for update in updates} and engine.counts().waiting == 1
-    assert engine.step() == []  # it waits a moment for what is not there yet
-    gone = engine.submit(shown(engine, 10))
+    assert engine.step() == []  # waits briefly for the encoder
+    gone = engine.submit(image_request(engine, 10))
     engine.cancel(gone)
     wait.set()
     while engine.has_work:
@@ -238,11 +238,11 @@ def test_texts_go_on_while_an_image_waits_for_its_program(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["_encode_prompt", "prefill"])
-def test_an_error_in_an_image_ends_its_own_request(engine, monkeypatch, where):
+def test_error_of_an_image_ends_only_its_request(engine, monkeypatch, where):
     def broken(*_, **options):
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    known, seen = alone(engine, READ), shown(engine, 9)
+    known, seen = alone(engine, READ), image_request(engine, 9)
     with monkeypatch.context() as patch:
         patch.setattr(engine._multimodal, where, broken)
         failed, again, read = answers(engine, seen, seen, READ)
@@ -251,7 +251,7 @@ def test_an_error_in_an_image_ends_its_own_request(engine, monkeypatch, where):
     assert tokens(read) == known and len(alone(engine, seen)) == 3
 
 
-def test_programs_that_were_used_last_are_kept(engine, monkeypatch):
+def test_least_recently_used_programs_are_evicted(engine, monkeypatch):
     monkeypatch.setattr(multimodal_prefill, "MAX_PROGRAMS", 2)
     found = multimodal_prefill.MultimodalPrefill(engine.model, 64, engine._runner.config.cache_format)
 
@@ -266,13 +266,13 @@ def test_programs_that_were_used_last_are_kept(engine, monkeypatch):
     found.close()
 
 
-def test_images_for_other_tokens_are_refused(engine):
+def test_refuses_media_of_another_prompt(engine):
     with refused(ed.ConfigError, "(1, 21)", "(1, 2)", "Media.create"):
-        engine.submit(dataclasses.replace(shown(engine, 9), prompt=(1, 2)))
+        engine.submit(dataclasses.replace(image_request(engine, 9), prompt=(1, 2)))
     assert not engine.has_work
 
 
 @pytest.mark.slow
-def test_a_cache_of_four_bits_takes_what_was_seen(engine):
+def test_4_bit_cache_accepts_multimodal_prefill(engine):
     four = Engine(engine.model, EngineConfig(**SMALL | {"cache_dtype": "int4"}))
-    assert len(tokens(answers(four, shown(four, 4))[0])) == 3
+    assert len(tokens(answers(four, image_request(four, 4))[0])) == 3

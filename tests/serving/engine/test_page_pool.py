@@ -42,7 +42,7 @@ def test_unallocated_pages_are_refused(method):
 
 
 class History:
-    """Rows whose tokens are numbers, in pages of lists: what a cache would do."""
+    """Rows of numbered tokens in pages, which are lists: a model of a paged cache."""
 
     def __init__(self, seed: int):
         self.random = np.random.default_rng(seed)
@@ -52,7 +52,7 @@ class History:
         self.memory = np.full((self.pool.num_pages, self.size), -1)
         self.texts: list[list[int]] = [[] for _ in range(self.rows)]
         self.dropped = [0] * self.rows
-        self.kept: list[int] = []  # references of something else, such as a cache of prefixes
+        self.kept: list[int] = []  # references of other owners, such as a prefix cache
         self.next = 0
 
     def write(self, row: int) -> None:
@@ -114,8 +114,8 @@ class History:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_any_history_keeps_every_page_and_every_token(seed):
-    """Pages are free or used, references equal table entries, pages have one writer, and texts never change."""
+def test_random_histories_keep_all_pages_and_tokens(seed):
+    """A page is free or used, reference counts equal table entries, a page has one writer, and tokens never change."""
     history = History(seed)
     calls = [history.write] * 4 + [history.adopt] * 2 + [history.release, history.drop, history.keep, history.lose]
     for _ in range(150):
@@ -160,7 +160,7 @@ def test_a_shared_page_cannot_be_reserved_for_writing():
         tables.reserve(1, 2, 3)
 
 
-def test_rows_that_are_not_empty_or_too_short_are_refused():
+def test_refuses_rows_that_are_not_empty_or_too_short():
     tables = PageTables(PagePool(8, 4), 2, 3)
     tables.reserve(0, 0, 5)
     with refused(ConfigError, "row=0", "3 pages"):

@@ -1,4 +1,4 @@
-"""Blocks of prompts: found by content, no more than fit, ends before beginnings."""
+"""The prefix cache: lookup by content, a memory limit, and eviction of the ends of prompts before their starts."""
 
 import random
 
@@ -15,33 +15,33 @@ def block(state=None):
     )  # 100 bytes
 
 
-def filled(cache, tokens, salt="", state=None):
+def fill_cache(cache, tokens, salt="", state=None):
     names = cache.hash_blocks(tokens, salt)
     for count in range(1, len(names) + 1):
         cache.add(names[:count], block(state))
     return names
 
 
-def test_whole_blocks_are_found_and_one_token_is_left():
+def test_finds_complete_blocks_and_leaves_one_token():
     cache = PrefixCache(4, 10_000, needs_state=False)
-    names = filled(cache, range(13))
+    names = fill_cache(cache, range(13))
     assert len(names) == 3
     assert len(cache.find(cache.hash_blocks(range(13)), 13)) == 3
-    assert len(cache.find(cache.hash_blocks(range(12)), 12)) == 2  # the last token's logits are needed
+    assert len(cache.find(cache.hash_blocks(range(12)), 12)) == 2  # the logits of the last token must be computed
     assert len(cache.find(cache.hash_blocks([*range(8), 99, 99, 99, 99, 99]), 13)) == 2
     assert len(cache.find(cache.hash_blocks([99, *range(12)]), 13)) == 0
 
 
-def test_other_salts_share_nothing():
+def test_different_salts_do_not_share_blocks():
     cache = PrefixCache(4, 10_000, needs_state=False)
-    filled(cache, range(12), salt="a")
+    fill_cache(cache, range(12), salt="a")
     assert cache.find(cache.hash_blocks(range(12), "b"), 12) == []
     assert len(cache.find(cache.hash_blocks(range(12), "a"), 12)) == 2
 
 
-def test_models_with_states_go_on_behind_blocks_that_have_them():
+def test_recurrent_models_resume_only_after_blocks_with_states():
     cache = PrefixCache(4, 10_000, needs_state=True)
-    names = filled(cache, range(16))
+    names = fill_cache(cache, range(16))
     assert cache.find(names, 16) == []
     assert (
         cache.count_cached(names) == 4 and cache.lacks(names[1], state=True) and not cache.lacks(names[1], state=False)
@@ -50,18 +50,18 @@ def test_models_with_states_go_on_behind_blocks_that_have_them():
     assert len(cache.find(names, 16)) == 2 and cache.nbytes == 410
 
 
-def test_what_was_used_longest_ago_goes_and_ends_before_beginnings():
+def test_evicts_least_recently_used_prompts_from_their_ends():
     cache = PrefixCache(4, 500, needs_state=False)
-    first, second = filled(cache, range(12)), filled(cache, range(100, 108))
+    first, second = fill_cache(cache, range(12)), fill_cache(cache, range(100, 108))
     assert len(cache) == 5
     cache.find(first, 13)
-    filled(cache, range(200, 204))
+    fill_cache(cache, range(200, 204))
     assert (
         cache.count_cached(first) == 3 and cache.count_cached(second) == 1
-    )  # the end of the one that wasn't asked for
+    )  # the end of the prompt that was not looked up
 
 
-def test_a_block_whose_beginning_is_gone_is_not_kept():
+def test_does_not_store_a_block_without_its_predecessor():
     cache = PrefixCache(4, 500, needs_state=False)
     names = cache.hash_blocks(range(8))
     cache.add(names, block())
@@ -70,7 +70,7 @@ def test_a_block_whose_beginning_is_gone_is_not_kept():
 
 @pytest.mark.slow(fast=("0",))
 @pytest.mark.parametrize("seed", range(5))
-def test_histories_keep_the_count_and_leave_no_block_without_its_beginning(seed):
+def test_random_histories_keep_the_size_and_the_predecessors_of_blocks(seed):
     pick = random.Random(seed)
     cache = PrefixCache(2, 1500, needs_state=False)
     for _ in range(300):
@@ -80,10 +80,10 @@ def test_histories_keep_the_count_and_leave_no_block_without_its_beginning(seed)
             found = cache.find(names, len(tokens))
             assert len(found) == min(cache.count_cached(names), (len(tokens) - 1) // 2)
         else:
-            filled(cache, tokens)
+            fill_cache(cache, tokens)
         assert cache.nbytes == 100 * len(cache) <= 1500
     reached = set()
-    for number in range(2**12):  # all texts of up to six blocks
+    for number in range(2**12):  # all prompts of up to six blocks
         names = cache.hash_blocks([number >> place & 1 for place in range(12)])
         reached |= set(names[: cache.count_cached(names)])
     assert reached == set(cache._blocks)
@@ -91,6 +91,6 @@ def test_histories_keep_the_count_and_leave_no_block_without_its_beginning(seed)
     assert len(cache) == 0 and cache.nbytes == 0
 
 
-def test_nothing_is_kept_without_room():
+def test_stores_nothing_with_capacity_zero():
     cache = PrefixCache(4, 0, needs_state=False)
     assert cache.hash_blocks(range(12)) == [] and cache.find([], 12) == []

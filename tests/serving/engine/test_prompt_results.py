@@ -1,4 +1,4 @@
-"""Results of a prompt that several requests share: kept for those that wait, the most recently used ones."""
+"""Prompt results that several requests share: the most recently used results are stored for waiting requests."""
 
 import pytest
 

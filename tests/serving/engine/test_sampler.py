@@ -1,4 +1,4 @@
-"""Choosing tokens row by row: the filters of `Sample`, draws that are right, and rows that don't know each other."""
+"""Sampling of tokens row by row: filters, the distribution of sampled tokens, and independent rows."""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ chosen = jax.jit(lambda logits, rows, index: choose_tokens(logits, rows.tensors,
 
 
 def sorted_filters(scaled, top_k=None, top_p=None, min_p=None):
-    """The tokens that pass, from sorted logits."""
+    """Return the tokens that pass the filters, computed from sorted logits."""
     passes = np.ones(scaled.shape, bool)
     for row, logits in enumerate(scaled.astype(np.float64)):
         if top_k is not None:
@@ -66,7 +66,7 @@ def sorted_filters(scaled, top_k=None, top_p=None, min_p=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
-def test_filters_leave_what_those_of_sorted_logits_leave(temperature):
+def test_filters_equal_filters_of_sorted_logits(temperature):
     scaled = LOGITS / np.float32(temperature)
     for filters in FILTERS:
         rows = rows_of(*[SamplingParams(temperature=temperature, **filters)] * 4)
@@ -75,15 +75,16 @@ def test_filters_leave_what_those_of_sorted_logits_leave(temperature):
 
 
 def test_no_program_sorts_the_vocabulary():
-    """XLA makes a sort of a search for the largest if it sees that only some are read: forty times slower."""
+    """XLA turns a top-k search into a sort if only a few results are used, which is 40 times slower."""
     draws = rows_of(*[SamplingParams(temperature=1.0, top_k=5, top_p=0.9)] * 4).tensors
-    known = jax.jit(lambda logits: min_logits(logits, draws.filters))  # settings in the program: all is seen at once
+    # constants instead of arguments: XLA can simplify the most
+    known = jax.jit(lambda logits: min_logits(logits, draws.filters))
     for lowered in (lowest.lower(jnp.asarray(LOGITS), draws.filters), known.lower(jnp.asarray(LOGITS))):
         text = str(lowered.compile().as_text())
         assert "TopK" in text and " sort(" not in text
 
 
-def test_rows_with_other_filters_do_not_change_a_row():
+def test_filters_of_other_rows_do_not_change_a_row():
     samplings = [SamplingParams(temperature=0.9, seed=7, **filters) for filters in FILTERS] + [SamplingParams()]
     logits, index = jnp.tile(jnp.asarray(LOGITS[:1]), (len(samplings), 1)), np.arange(len(samplings))
     together = np.asarray(chosen(logits, rows_of(*samplings), index))
@@ -92,7 +93,7 @@ def test_rows_with_other_filters_do_not_change_a_row():
     assert together[-1] == LOGITS[0].argmax()
 
 
-def test_draws_have_the_distribution_of_the_filtered_logits():
+def test_samples_have_the_distribution_of_the_filtered_logits():
     sampling, draws = SamplingParams(temperature=1.5, top_k=30, seed=3), 20_000
     rows = rows_of(sampling)
     one = jnp.asarray(LOGITS[:1])
@@ -104,10 +105,10 @@ def test_draws_have_the_distribution_of_the_filtered_logits():
     assert counts[expected == 0].sum() == 0
     there = expected > 0
     chi2 = ((counts[there] - expected[there]) ** 2 / expected[there]).sum()
-    assert chi2 < 60  # 29 degrees of freedom: less than once in a thousand seeds
+    assert chi2 < 60  # 29 degrees of freedom: exceeded for less than one in a thousand seeds
 
 
-def test_a_draw_depends_on_seed_and_index_alone():
+def test_sample_depends_only_on_seed_and_index():
     rows = rows_of(*[SamplingParams(temperature=1.0, seed=seed) for seed in (5, 5, 2**40 + 5, -1)])
     logits = jnp.zeros((4, VOCAB))
     first, same, other, negative = np.asarray(chosen(logits, rows, np.zeros(4, np.int32)))
@@ -134,7 +135,7 @@ def test_penalties_and_biases_match_their_formulas():
     )
     found = adjust(logits, *samplings, tokens=tokens, prompt_length=[2, 2, 2], length=[5, 5, 5])
     known = logits.copy()
-    for token in (1, 2, 3, 9):  # the prompt's, too; what stands behind the length doesn't count
+    for token in (1, 2, 3, 9):  # including the prompt; tokens after the length do not count
         known[0, token] = known[0, token] / 2 if known[0, token] > 0 else known[0, token] * 2
     known[1, 3] -= 2 * 0.5 + 0.25
     known[1, 9] -= 0.5 + 0.25
@@ -143,7 +144,7 @@ def test_penalties_and_biases_match_their_formulas():
     assert_allclose(found, known, rtol=1e-6)
 
 
-def test_only_allowed_tokens_are_left_and_only_where_a_row_is_masked():
+def test_masks_apply_only_to_masked_rows():
     allowed = np.zeros((2, -(-VOCAB // 32)), np.int32)
     for token in (0, 31, 32, VOCAB - 1):
         allowed[:, token // 32] |= np.uint32(1 << token % 32).astype(np.int32)
@@ -156,7 +157,7 @@ def test_only_allowed_tokens_are_left_and_only_where_a_row_is_masked():
 
 
 @pytest.mark.slow
-def test_scores_are_log_probabilities_of_the_model_itself():
+def test_scores_are_log_probs_of_the_unmodified_logits():
     found = score_tokens(jnp.asarray(LOGITS), jnp.asarray([3, 4, 5, 6]), 5, jnp.asarray(True))
     known = np.asarray(jax.nn.log_softmax(LOGITS, axis=-1))
     assert_allclose(found.chosen, known[range(4), [3, 4, 5, 6]], rtol=1e-5)
@@ -169,19 +170,19 @@ def test_scores_are_log_probabilities_of_the_model_itself():
     "field, value",
     [("temperature", -1.0), ("top_p", 0.0), ("top_p", 2.0), ("repetition_penalty", 0.0), ("seed", 2**64)],
 )
-def test_wrong_numbers_are_refused(field, value):
+def test_refuses_invalid_sampling_parameters(field, value):
     with refused(ConfigError, f"SamplingParams.{field}={value}"):
         SamplingParams(**{field: value})
 
 
-def test_two_biases_of_a_token_are_refused():
+def test_refuses_two_biases_of_one_token():
     with refused(ConfigError, "SamplingParams.logit_bias"):
         SamplingParams(logit_bias=((3, 1.0), (3, 2.0)))
 
 
 @pytest.mark.slow
-def test_programs_of_a_form_have_no_branches_and_sample_as_the_one_for_all():
-    """Greedy and drawn rows, with scores of the model and of draws; filters that look beyond the likeliest."""
+def test_specialized_programs_have_no_branches_and_equal_the_general_program():
+    """Greedy and sampled rows, with model and processed log-probs; filters may need more than the top tokens."""
     free = [SamplingParams(), *(SamplingParams(temperature=t, seed=n) for n, t in enumerate((0.3, 1.0, 4.0)))]
     cut = [SamplingParams(temperature=3.0, seed=n, **FILTERS[n]) for n in (1, 4, 7)] + [SamplingParams(top_k=2)]
     history = TokenHistory(np.zeros((4, 2), np.int32), np.ones(4, np.int32), np.ones(4, np.int32))
@@ -204,7 +205,7 @@ def test_programs_of_a_form_have_no_branches_and_sample_as_the_one_for_all():
             assert "stablehlo.case" in plain.lower(jnp.asarray(LOGITS), batch).as_text()
 
 
-def test_rows_whose_logits_are_changed_have_no_form():
+def test_rows_with_changed_logits_use_the_general_program():
     table = SamplingTable(SamplingBatch.greedy(3, 1, 1), jnp.asarray)
     table.set(0, SamplingParams(temperature=1.0, top_p=0.5), prompt_length=1, adapter=0, processed_scores=False)
     table.set(1, SamplingParams(presence_penalty=0.1), prompt_length=1, adapter=0, processed_scores=False)
@@ -213,7 +214,7 @@ def test_rows_whose_logits_are_changed_have_no_form():
     table.set(1, SamplingParams(logit_bias=((3, 1.0),)), prompt_length=1, adapter=0, processed_scores=False)
     assert table.variant([1, 2], False) is None
     table.set(1, SamplingParams(top_k=1), prompt_length=1, adapter=0, processed_scores=False)
-    assert table.variant([1, 2], False) == (False, False)  # greedy, whatever its filters leave
+    assert table.variant([1, 2], False) == (False, False)  # greedy, whatever the filters are
     table.set(1, SamplingParams(top_k=1), prompt_length=1, adapter=0, processed_scores=True)
     assert table.variant([1, 2], True) == (True, True)
     table.rows.masked[2] = True

@@ -1,4 +1,4 @@
-"""Answers to one prompt that begin together, as where each call of a program costs the host time."""
+"""Requests with one prompt that start together, on backends where each program call has a host cost."""
 
 import dataclasses
 
@@ -13,11 +13,11 @@ from eqx_decoders.serving.engine.sampler import SamplingParams
 from tests.serving.engines import FIXTURES, SMALL
 
 
-PROMPT = tuple(range(20, 41))  # two blocks of the prefix cache, and five tokens
+PROMPT = tuple(range(20, 41))  # two blocks of the prefix cache and five tokens
 
 
 def requests():
-    """Six answers to a prompt, one of them of one token and some drawn, and one to a prompt that begins like it."""
+    """Return six requests with one prompt, some of them sampled, and a request whose prompt has the same start."""
     kinds = [
         SamplingParams(),
         SamplingParams(temperature=0.9, seed=4),
@@ -33,7 +33,7 @@ def requests():
 
 
 def answers(engine, wanted):
-    """Tokens and scores of each request."""
+    """Return the tokens and log-probabilities of each request."""
     got = {engine.submit(request): ([], []) for request in wanted}
     while engine.has_work:
         for update in engine.step():
@@ -55,7 +55,7 @@ def answers(engine, wanted):
         ("qwen3_next", dict(expert_choices=True), {}),
     ],
 )
-def test_answers_to_a_prompt_that_begin_together_match_each_alone(fixture, options, mesh, monkeypatch):
+def test_requests_started_together_equal_separate_requests(fixture, options, mesh, monkeypatch):
     layout = ed.Layout.create(**mesh) if mesh else ed.Layout()
     with monkeypatch.context() as patch:
         patch.setattr(ed.Layout, "backend", dataclasses.replace(layout.backend, slots_per_call=4))
@@ -69,11 +69,11 @@ def test_answers_to_a_prompt_that_begin_together_match_each_alone(fixture, optio
     engine.clear_prefix_cache()
     calls, run = [], engine._runner._run
     monkeypatch.setattr(engine._runner, "_run", lambda name, *a: (calls.append(name), run(name, *a))[1])
-    for _ in range(2):  # the second time with blocks of the prefix cache, in slots that had other tokens
+    for _ in range(2):  # the second time with cached blocks, in slots that were used before
         assert answers(engine, wanted) == known
         first = next(index for index, name in enumerate(calls) if name[0] == "sample")
-        assert calls[:first].count("empty") == 2  # of seven slots
-        # the first answer, that to the other prompt, and five in two groups
+        assert calls[:first].count("empty") == 2  # all seven slots
+        # the first request, the request with the other prompt, and five requests in two groups
         assert [name[1] for name in calls if name[0] == "sample" and name[2] == 1] == [4] * 4
         assert len([name for name in calls if name[0] == "restore" and name[2] == 4]) >= 2
         calls.clear()

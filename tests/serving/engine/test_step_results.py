@@ -1,4 +1,4 @@
-"""Steps that are dispatched before the results of the last one are read: nobody gets another answer by that."""
+"""Steps that are dispatched before the results of the previous step are read: answers do not change."""
 
 import collections
 import dataclasses
@@ -23,7 +23,7 @@ from tests.serving.engines import FIXTURES, SMALL, engine_for, request_pool
 
 
 class NoTokenTwice:
-    """Every token at most once, so that each mask depends on the token before."""
+    """Constraint that allows every token at most once, so that each mask depends on the previous token."""
 
     def __init__(self):
         self.words = np.full(4, -1, np.int32)
@@ -40,8 +40,8 @@ def engine():
     return engine_for("llama_rope")
 
 
-def watched(engine, monkeypatch):
-    """The order in which an engine draws first tokens, decodes, and reads."""
+def record_events(engine, monkeypatch):
+    """Record the order in which an engine samples first tokens, decodes, and reads results."""
     events, runner, read = [], engine._runner, engine._reader.read
     for name in ("first_tokens", "decode"):
         call = getattr(runner, name)
@@ -52,18 +52,18 @@ def watched(engine, monkeypatch):
 
 @pytest.mark.slow
 def test_the_next_step_is_dispatched_before_results_are_read(engine, monkeypatch):
-    events, request = watched(engine, monkeypatch), Request(prompt=(3, 4, 5), max_new_tokens=4)
+    events, request = record_events(engine, monkeypatch), Request(prompt=(3, 4, 5), max_new_tokens=4)
     ((*answer,),) = engine.run([request])
     assert events == ["first_tokens", *["decode", "read"] * 3, "read"]
     events.clear()
     assert engine.run([dataclasses.replace(request, stop_ids=(answer[1],))]) == [tuple(answer[:2])]
-    assert events == ["first_tokens", *["decode", "read"] * 2]  # the second one in vain
-    assert not engine.has_work and engine.step() == [] and len(events) == 5  # nobody waits for that one
+    assert events == ["first_tokens", *["decode", "read"] * 2]  # the second step is discarded
+    assert not engine.has_work and engine.step() == [] and len(events) == 5  # a discarded step is not read
     events.clear()
     numbers = [engine.submit(each) for each in (request, Request(prompt=(6, 7), max_new_tokens=2))]
     outputs = engine.step()
     assert {output.request_id for output in outputs} == {*numbers} and engine.counts().running == 2
-    # both of the next tokens are on their way, and one slot is free already
+    # both next tokens are in flight, and one slot is already free
     assert len(engine._slot_manager.sequences) == 1 and outputs[1].finish_reason is None
     outputs += engine.step()
     assert [output.finish_reason for output in outputs[2:]] == [None, "length"] and engine.counts().running == 1
@@ -73,14 +73,14 @@ def test_the_next_step_is_dispatched_before_results_are_read(engine, monkeypatch
 
 
 @pytest.mark.slow
-def test_masks_that_depend_on_the_last_token_wait_for_it(engine, monkeypatch):
-    events = watched(engine, monkeypatch)
+def test_constrained_requests_wait_for_the_last_token(engine, monkeypatch):
+    events = record_events(engine, monkeypatch)
     (answer,) = engine.run([Request(prompt=(3, 4, 5), max_new_tokens=4, constraint=NoTokenTwice())])
     assert len({*answer}) == 4 and events == ["first_tokens", *["read", "decode"] * 3, "read"]
 
 
-def test_who_is_cancelled_gets_no_more_tokens(engine):
-    """Where its next token is on its way, and where that is its last one, whose slot is free already."""
+def test_cancelled_request_gets_no_more_tokens(engine):
+    """The next token is in flight; in one case it is the last token, and the slot is already free."""
     for count in (2, 9):
         other = Request(prompt=(7, 8), max_new_tokens=6)
         (known,) = engine.run([other])
@@ -89,7 +89,7 @@ def test_who_is_cancelled_gets_no_more_tokens(engine):
         assert len(first.tokens) == 1 and first.finish_reason is None
         engine.cancel(number)
         engine.cancel(number)
-        next_one = engine.submit(other)  # takes the slot
+        next_one = engine.submit(other)  # uses the freed slot
         outputs = []
         while engine.has_work:
             outputs += engine.step()
@@ -97,7 +97,7 @@ def test_who_is_cancelled_gets_no_more_tokens(engine):
         assert tuple(token for output in outputs if output.request_id == next_one for token in output.tokens) == known
 
 
-def test_who_is_cancelled_before_its_first_token_is_read_gets_none(engine):
+def test_request_cancelled_before_its_first_token_gets_no_token(engine):
     other = engine.submit(Request(prompt=(7, 8), max_new_tokens=6))
     engine.step()
     number = engine.submit(Request(prompt=(3, 4, 5), max_new_tokens=1))
@@ -108,8 +108,8 @@ def test_who_is_cancelled_before_its_first_token_is_read_gets_none(engine):
     assert [(o.finish_reason, o.tokens) for o in outputs if o.request_id == number] == [("cancelled", ())]
 
 
-def mixed(engine, adapters=()):
-    """Requests of every kind, some with constraints."""
+def mixed_requests(engine, adapters=()):
+    """Return requests of all kinds, some with constraints."""
     pool = request_pool(engine.model.config.vocab_size, 20, seed=3, new=(1, 2, 5, 12))
     pick = random.Random(3)
     for number, request in enumerate(pool):
@@ -126,7 +126,7 @@ def mixed(engine, adapters=()):
 
 
 def answers(engine, requests, cancel):
-    """What each request gets, bit for bit; requests come one by one, and some are cancelled after a few tokens."""
+    """Return all results of each request. Requests arrive one by one, and some are cancelled after a few tokens."""
     engine.clear_prefix_cache()
     got, waiting, order = collections.defaultdict(list), collections.deque(enumerate(requests)), {}
     while waiting or engine.has_work:
@@ -147,26 +147,26 @@ def answers(engine, requests, cancel):
 
 
 def decoded_ahead(engine, patch):
-    """Whether each of the following decoding steps is fed tokens that the host has not read."""
+    """Return, for each decoding step after the first, whether its input tokens were not yet read by the host."""
     calls, decode = [], engine._runner.decode
     patch.setattr(engine._runner, "decode", lambda *given: (calls.append(given[1].min() < 0), decode(*given))[1])
     return calls
 
 
-def assert_the_same(engine, monkeypatch, adapters=()):
+def assert_answers_equal_synchronous_steps(engine, monkeypatch, adapters=()):
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_can_dispatch_ahead", lambda: False)
         behind = decoded_ahead(engine, patch)
-        known = answers(engine, mixed(engine, adapters), cancel={4, 10, 16})
+        known = answers(engine, mixed_requests(engine, adapters), cancel={4, 10, 16})
     with monkeypatch.context() as patch:
         ahead = decoded_ahead(engine, patch)
-        assert answers(engine, mixed(engine, adapters), cancel={4, 10, 16}) == known
+        assert answers(engine, mixed_requests(engine, adapters), cancel={4, 10, 16}) == known
         assert sum(ahead) > len(ahead) // 4 > sum(behind)
 
 
-def test_answers_match_steps_that_are_read_first(engine, monkeypatch):
+def test_answers_equal_those_of_synchronous_steps(engine, monkeypatch):
     before = engine.counts().preemptions
-    assert_the_same(engine, monkeypatch)
+    assert_answers_equal_synchronous_steps(engine, monkeypatch)
     assert engine.counts().preemptions > before
 
 
@@ -184,35 +184,35 @@ def test_answers_match_steps_that_are_read_first(engine, monkeypatch):
         ("qwen3_moe_mixed", dict(expert_choices=True)),
     ],
 )
-def test_answers_of_any_model_match_steps_that_are_read_first(fixture, changes, monkeypatch):
+def test_answers_of_all_architectures_equal_those_of_synchronous_steps(fixture, changes, monkeypatch):
     engine = engine_for(fixture, **changes)
     engine.clear_prefix_cache()
-    assert_the_same(engine, monkeypatch)
+    assert_answers_equal_synchronous_steps(engine, monkeypatch)
     assert engine.counts().preemptions > 0
 
 
 @pytest.mark.slow
-def test_answers_of_adapters_match_steps_that_are_read_first(monkeypatch):
+def test_answers_of_adapters_equal_those_of_synchronous_steps(monkeypatch):
     base = load_hf(FIXTURES / "peft_llama" / "base")
     engine = Engine(base, EngineConfig(**SMALL, max_adapters=2, max_adapter_rank=4))
     for seed, name in enumerate("ab"):
         tuned = add_lora(base, LoRAConfig(rank=2, targets=("*.query", "*.up")), key=jax.random.key(seed))
         engine.load_adapter(name, jax.tree.map(lambda leaf: leaf + 0.1 if hasattr(leaf, "dtype") else leaf, tuned))
-    assert_the_same(engine, monkeypatch, adapters=(*"ab", None))
+    assert_answers_equal_synchronous_steps(engine, monkeypatch, adapters=(*"ab", None))
 
 
 @pytest.mark.slow
-def test_drafts_are_read_first(monkeypatch):
+def test_steps_with_drafts_are_synchronous(monkeypatch):
     engine = engine_for("llama_rope", drafts=PromptLookup(num_tokens=2))
-    events = watched(engine, monkeypatch)
+    events = record_events(engine, monkeypatch)
     engine.run([Request(prompt=(3, 4, 5), max_new_tokens=4)])
     assert "decode" in events and all(pair != ("decode", "decode") for pair in itertools.pairwise(events))
     assert events[-1] == "read" and events[1] == "read"
 
 
 @pytest.mark.slow
-def test_answers_are_the_same_where_branches_would_wait_for_the_host(engine, monkeypatch):
-    """Programs without branches for usual batches; penalties and constraints have one with them."""
+def test_answers_are_equal_if_branches_block_the_host(engine, monkeypatch):
+    """Common batches use programs without branches; penalties and constraints use the program with branches."""
     backend = dataclasses.replace(engine.model.execution.layout.backend, branches_block_host=True)
     with monkeypatch.context() as patch:
         patch.setattr(ed.Layout, "backend", backend)

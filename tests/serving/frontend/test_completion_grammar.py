@@ -109,7 +109,7 @@ def escaped(text: str) -> str:
     return "".join("\\" + char if char in "|{}()[].*+?\\^$" else char for char in text)
 
 
-def forms(text: str) -> dict[str, tuple[Grammar, str]]:
+def constraints_of_all_kinds(text: str) -> dict[str, tuple[Grammar, str]]:
     """Return constraints of all kinds that allow only one text, each with the expected answer."""
     record = {"type": "object", "properties": {"a": {"const": text}}, "required": ["a"], "additionalProperties": False}
     in_json = json.dumps(text, ensure_ascii=False)
@@ -134,7 +134,7 @@ def test_names_of_special_tokens_in_literals_are_ordinary_text(kind, name):
     compiler = COMPILERS[kind]
     added = set(names(compiler).values())
     for text in (name, f"plan{name}more", f"{name}{name}", f" {name} é"):
-        for form, (grammar, right) in forms(text).items():
+        for form, (grammar, right) in constraints_of_all_kinds(text).items():
             for wrapped in (grammar, CompletionGrammar(grammar)):
                 ids, ended = sample(compiler, wrapped, 0)
                 written = text_of(compiler, ids)
@@ -147,7 +147,7 @@ def test_names_of_special_tokens_in_literals_are_ordinary_text(kind, name):
 @pytest.mark.parametrize("kind", COMPILERS)
 def test_stop_ids_are_allowed_only_at_the_end_of_a_literal(kind):
     compiler = COMPILERS[kind]
-    for form, (grammar, _) in forms("a<|end|>b<|im_end|>c").items():
+    for form, (grammar, _) in constraints_of_all_kinds("a<|end|>b<|im_end|>c").items():
         constraint = prepare(compiler, grammar)
         count = 0
         while not set(tokens := allowed_tokens(constraint, compiler._vocab_size)) & set(compiler._stop_ids):
@@ -160,7 +160,7 @@ def test_names_of_stop_tokens_in_literals_are_ordinary_text():
     compiler = GrammarCompiler(
         TOKENIZERS["bytes"], TOKENIZERS["bytes"].vocab_size, [names(COMPILERS["bytes"])["</think>"]]
     )
-    for form, (grammar, right) in forms("a</think>b").items():
+    for form, (grammar, right) in constraints_of_all_kinds("a</think>b").items():
         ids, ended = sample(compiler, grammar, 0)
         assert ended and json.dumps(text_of(compiler, ids)).count("</think>") == right.count("</think>"), form
 
@@ -202,7 +202,7 @@ def test_end_of_prompt_determines_reasoning():
 
 
 @pytest.mark.parametrize("compiler", [COMPILERS["bytes"], PLAIN_COMPILER], ids=["tokens", "text"])
-def test_a_form_constrains_the_answer_after_the_reasoning(compiler):
+def test_format_constrains_the_answer_after_the_reasoning(compiler):
     control = names(compiler)
     begin, end = (control.get(name, name) for name in ("<think>", "</think>"))
     for opened in (False, True):
@@ -254,7 +254,7 @@ def test_wrappers_of_an_answer_are_optional():
     assert not accepts(PLAIN_COMPILER, grammar, '<answer>\n{"a": 1}')
 
 
-def test_a_form_constrains_the_final_message_of_gpt_oss():
+def test_format_constrains_the_final_message_of_gpt_oss():
     grammar = chat_grammar("<|channel|><|message|>", "<|start|>assistant", ANSWER, None)
     final = '<|channel|>final<|message|>{"a": 1}'
     assert accepts(PLAIN_COMPILER, grammar, final)
@@ -356,7 +356,7 @@ def test_free_text_ends_with_its_first_call(name, style):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_answer_is_a_call_or_has_its_form(name):
+def test_answer_is_a_call_or_has_the_required_format(name):
     calls = call_grammar(name, TOOLS, required=False)
     required = CompletionGrammar(
         None, call_grammar(name, TOOLS[2:], required=True, max_calls=1), harmony=name == "harmony"

@@ -1,4 +1,4 @@
-"""Tokens as text, piece by piece: nothing is lost, and nothing is shown too early."""
+"""Incremental detokenization: the pieces add up to the text, and incomplete characters are held back."""
 
 import itertools
 import random
@@ -24,8 +24,8 @@ TEXTS = [
 ]
 
 
-def spaced() -> JsonTokenizer:
-    """One like Llama 2's: `▁` for spaces, and bytes as tokens where a letter is not known."""
+def sentencepiece_tokenizer() -> JsonTokenizer:
+    """Return a tokenizer like that of Llama 2: `▁` for spaces, and byte tokens for unknown characters."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -46,7 +46,7 @@ def tokenizer(request):
         "bytes": ByteTokenizer,
         "bpe": lambda: train_bpe(TEXTS * 3, 320),
         "fixture": lambda: load_tokenizer(CHAT),
-        "spaced": spaced,
+        "spaced": sentencepiece_tokenizer,
     }
     return makers[request.param]()
 
@@ -57,7 +57,7 @@ def pieces(tokenizer, ids, before=(), **options) -> list[str]:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_pieces_are_the_text_and_no_half_of_a_character_is_shown(tokenizer, text):
+def test_pieces_equal_the_text_and_contain_complete_characters(tokenizer, text):
     ids = tokenizer.encode(text).tolist()
     found = pieces(tokenizer, ids)
     assert "".join(found) == tokenizer.decode(ids) and found[-1] == ""
@@ -65,24 +65,24 @@ def test_the_pieces_are_the_text_and_no_half_of_a_character_is_shown(tokenizer, 
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_wherever_a_prompt_ends_the_answer_goes_on_from_it(tokenizer, text):
-    """The text before and the pieces are the whole text, also where a character or a word is cut."""
+def test_answer_continues_any_prefix_of_a_text(tokenizer, text):
+    """The prefix and the pieces equal the text, also if the prefix ends within a character or a word."""
     ids = tokenizer.encode(text).tolist()
-    for cut in range(1, len(ids)):
+    for size in range(1, len(ids)):
         before = Detokenizer(tokenizer)
-        shown = "".join(before.push(token) for token in ids[:cut])
-        assert shown + "".join(pieces(tokenizer, ids[cut:], ids[:cut])) == tokenizer.decode(ids), cut
+        shown = "".join(before.push(token) for token in ids[:size])
+        assert shown + "".join(pieces(tokenizer, ids[size:], ids[:size])) == tokenizer.decode(ids), size
 
 
-def test_special_tokens_have_no_text_unless_it_is_asked_for():
+def test_special_tokens_have_text_only_on_request():
     tokenizer = load_tokenizer(CHAT)
     ids = [256, *tokenizer.encode("né").tolist(), 257, *tokenizer.encode("é").tolist()]
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == "néé"
     assert "".join(pieces(tokenizer, ids, special=True)) == "<|begin|>né<|end|>é"
 
 
-def test_a_word_behind_a_special_token_keeps_its_space():
-    tokenizer = spaced()
+def test_word_after_a_special_token_keeps_its_space():
+    tokenizer = sentencepiece_tokenizer()
     word = tokenizer.encode("world").tolist()
     ids = [*tokenizer.encode("hello").tolist(), 2, *word]
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == "hello world"
@@ -92,19 +92,19 @@ def test_a_word_behind_a_special_token_keeps_its_space():
 
 @settings(max_examples=60)
 @given(st.binary(max_size=30))
-def test_bytes_that_are_no_text_are_shown_as_they_are_decoded(content):
+def test_invalid_utf_8_is_shown_as_by_decode(content):
     ids = list(content)
     assert "".join(pieces(ByteTokenizer(), ids)) == ByteTokenizer().decode(ids)
 
 
-def test_endless_rubbish_is_shown_and_forgotten():
+def test_long_invalid_utf_8_is_shown_and_not_stored():
     decoder = Detokenizer(ByteTokenizer())
     shown = sum(len(decoder.push(0xBF)) for _ in range(1000))
     assert shown > 960 and len(decoder._ids) <= 33
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_pieces_match_the_package_tokenizers(text):
+def test_pieces_match_the_tokenizers_package(text):
     from tokenizers.decoders import DecodeStream
 
     tokenizer = load_tokenizer(CHAT)
@@ -112,15 +112,15 @@ def test_the_pieces_match_the_package_tokenizers(text):
     own, other = "", ""
     for piece, token in zip(pieces(tokenizer, ids), ids, strict=False):
         own, other = own + piece, other + (stream.step(tokenizer._inner, token) or "")
-        assert own.startswith(other)  # which holds whole tokens back that end with a part of a character
+        assert own.startswith(other)  # the package holds back complete tokens that end with a part of a character
     assert own == other == text
 
 
 # --- stop strings -----------------------------------------------------------------------------------------------------
 
 
-def cut(text: str, stops, include: bool = False) -> tuple[str, str | None]:
-    """The text up to the first stop string, found letter by letter."""
+def cut_at_stop_string(text: str, stops, include: bool = False) -> tuple[str, str | None]:
+    """Return the text before the first stop string, found character by character."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -139,7 +139,7 @@ STOPS = [["ab"], ["aab"], ["b", "ab"], ["abc", "bc"], ["aba", "b"], ["\n\n", "a\
 
 @pytest.mark.parametrize("stops", STOPS)
 @pytest.mark.parametrize("include", [False, True])
-def test_however_a_text_is_split_it_ends_at_the_first_stop_string(stops, include):
+def test_text_ends_at_the_first_stop_string_for_any_pieces(stops, include):
     random_ = random.Random(0)
     for _ in range(25):
         text = "".join(random_.choices("aabbc\n", k=random_.randrange(1, 9)))
@@ -147,11 +147,11 @@ def test_however_a_text_is_split_it_ends_at_the_first_stop_string(stops, include
             places = [0, *(number + 1 for number, one in enumerate(at) if one), len(text)]
             parts = [text[begin:end] for begin, end in itertools.pairwise(places)]
             found, stop = shown(parts, stops, include)
-            assert ("".join(found), stop) == cut(text, stops, include), (parts, stops)
+            assert ("".join(found), stop) == cut_at_stop_string(text, stops, include), (parts, stops)
 
 
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
-def test_what_cannot_begin_a_stop_string_is_shown_at_once(text, stops):
+def test_text_that_cannot_start_a_stop_string_is_shown_at_once(text, stops):
     search, sent, seen = StopStrings(stops), "", ""
     for letter in text:
         sent += search.push(letter)
@@ -169,7 +169,7 @@ def test_what_cannot_begin_a_stop_string_is_shown_at_once(text, stops):
         assert len(held) == longest
 
 
-def test_nothing_comes_behind_a_stop_string():
+def test_shows_nothing_after_a_stop_string():
     search = StopStrings(["x"])
     assert [search.push(part) for part in ("ax", "b", "x")] == ["a", "", ""] and search.flush() == ""
     assert StopStrings([]).push("abc") == "abc"
@@ -179,15 +179,15 @@ def test_nothing_comes_behind_a_stop_string():
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_bytes_of_tokens_match_their_text(tokenizer, text):
+def test_bytes_of_tokens_match_their_text(tokenizer, text):
     texts, ids = TokenTexts(tokenizer), tokenizer.encode(text).tolist()
     whole = b"".join(texts.content(token) for token in ids)
-    assert whole.lstrip(b" ") == text.encode().lstrip(b" ")  # some tokenizers put a space before a text
+    assert whole.lstrip(b" ") == text.encode().lstrip(b" ")  # some tokenizers prepend a space to a text
     for token in ids:
         assert UNKNOWN in texts.text(token) or texts.key(token) == texts.text(token)
 
 
-def test_tokens_that_are_parts_of_characters_have_names():
+def test_tokens_of_partial_characters_have_names():
     texts = TokenTexts(ByteTokenizer())
     assert [texts.key(byte) for byte in "é".encode()] == ["bytes:\\xc3", "bytes:\\xa9"]
     assert texts.text(0xC3) == UNKNOWN and texts.content(257) == b""
@@ -201,5 +201,5 @@ def test_offsets_of_tokens_after_invalid_bytes():
         offsets.append(len(pieces) + start)
         pieces += piece
     assert pieces + text.flush() == "a\ufffdb\xe9c\ufffdd"
-    # the bytes of a character have its position
+    # the bytes of a character share its offset
     assert offsets == [0, 1, 2, 3, 3, 4, 5, 5, 6]

@@ -1,4 +1,4 @@
-"""Files of strangers are decoded in processes that can be ended: what breaks one, or keeps it busy, is one request."""
+"""Files from clients are decoded in worker processes: a broken or slow file fails only its own request."""
 
 import asyncio
 import base64
@@ -40,7 +40,7 @@ RULES = AUDIO_RULES | {"image_processor": SIZES, "video_processor": SIZES}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What says how files of a model that sees and hears are taken."""
+    """Write the processor settings of a model with images, videos and audio."""
     pytest.importorskip("soundfile")
     made = tmp_path_factory.mktemp("model")
     (made / "processor_config.json").write_text(json.dumps(RULES))
@@ -74,7 +74,7 @@ def wav(samples: np.ndarray) -> bytes:
 
 
 async def read(reading: MediaFiles, kind: str, *contents: bytes):
-    """What becomes of files."""
+    """Decode files and return the results."""
     async with reading.read({kind: [upload(one) for one in contents]}) as found:
         return found[kind]
 
@@ -82,8 +82,8 @@ async def read(reading: MediaFiles, kind: str, *contents: bytes):
 SMALL = image("RGB", 12, 10)
 
 
-def black(width: int, height: int) -> bytes:
-    """A file of some kilobytes."""
+def black_image(width: int, height: int) -> bytes:
+    """Return an image file of a few kilobytes."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -91,8 +91,8 @@ def black(width: int, height: int) -> bytes:
     return file.getvalue()
 
 
-def stopped(reading: MediaFiles) -> int:
-    """Stop the process that works next, so that it never answers."""
+def stop_next_process(reading: MediaFiles) -> int:
+    """Stop the process that decodes the next file, so that it never answers. Returns its id."""
     process = reading._idle[-1]
     process.start()
     os.kill(process._process.pid, signal.SIGSTOP)
@@ -100,8 +100,8 @@ def stopped(reading: MediaFiles) -> int:
 
 
 @pytest.mark.slow
-def test_decoding_in_a_process_equals_decoding_here(folder, reading, runner):
-    """Also where no further file can be opened, from which a decoder would load what it needs."""
+def test_decoding_in_a_worker_equals_decoding_in_this_process(folder, reading, runner):
+    """The worker cannot open further files, from which a decoder might load modules."""
     pytest.importorskip("soxr")
     here = FileReader.load_reader(folder, limits=CONFIG.limits)
     files = {
@@ -122,12 +122,12 @@ def test_decoding_in_a_process_equals_decoding_here(folder, reading, runner):
     "content, names",
     [
         (b"GIF89a", ["image 1", "PNG", "JPEG"]),
-        (black(9000, 9000), ["image 1", "9,000", "MediaLimits.max_pixels=64,000,000"]),
-        (black(7900, 7900), ["image 1", "memory"]),
+        (black_image(9000, 9000), ["image 1", "9,000", "MediaLimits.max_pixels=64,000,000"]),
+        (black_image(7900, 7900), ["image 1", "memory"]),
     ],
     ids=["none", "large", "memory"],
 )
-def test_files_that_cannot_be_read_are_an_error_of_their_request(reading, runner, content, names):
+def test_unreadable_file_is_an_error_of_its_request(reading, runner, content, names):
     with refused(ApiError, *names) as error:
         runner.run(read(reading, "image", content))
     assert error.value.status == 400
@@ -147,8 +147,8 @@ def test_invalid_base64_is_refused(reading, runner, text, name):
     assert error.value.param == "url"
 
 
-def test_files_that_become_too_much_are_refused_with_the_first_that_is(folder, runner):
-    """Of tokens, and of bytes; further files are not decoded."""
+def test_error_names_the_first_file_beyond_the_limits(folder, runner):
+    """Limits on tokens and on bytes. The following files are not decoded."""
     reader = FileReader.load_reader(folder)
     (one,) = reader.read({"image": [SMALL]})["image"]
     tokens, size = one.text.count("<"), sum(array.nbytes for array in one.arrays.values())
@@ -161,9 +161,9 @@ def test_files_that_become_too_much_are_refused_with_the_first_that_is(folder, r
             reader.read({"image": [SMALL, SMALL, SMALL[:200]]}, **limits)
 
 
-def test_a_process_that_ends_ends_one_request(reading, runner):
+def test_killed_worker_fails_only_its_request(reading, runner):
     async def run():
-        pid = stopped(reading)
+        pid = stop_next_process(reading)
         broken = asyncio.ensure_future(read(reading, "image", SMALL))
         other = asyncio.ensure_future(read(reading, "image", SMALL))
         assert (await other)[0].arrays
@@ -178,7 +178,7 @@ def test_a_process_that_ends_ends_one_request(reading, runner):
 
 
 @pytest.mark.slow
-def test_a_process_that_has_ended_by_itself_is_no_request_s_error(reading, runner):
+def test_worker_that_ended_while_idle_is_replaced_without_an_error(reading, runner):
     runner.run(read(reading, "image", SMALL))
     process = reading._idle[-1]._process
     process.kill()
@@ -187,12 +187,12 @@ def test_a_process_that_has_ended_by_itself_is_no_request_s_error(reading, runne
 
 
 @pytest.mark.slow
-def test_files_that_take_too_much_processor_time(folder, runner):
+def test_refuses_files_beyond_the_processor_time_limit(folder, runner):
     async def run():
         reading = MediaFiles(folder, 100, dataclasses.replace(CONFIG, processes=1, seconds=0.02, memory=1 << 31))
         try:
             with refused(ApiError, "0.02 s") as error:
-                await read(reading, "image", black(7900, 7900))
+                await read(reading, "image", black_image(7900, 7900))
             assert error.value.status == 400
         finally:
             reading.close()
@@ -200,11 +200,11 @@ def test_files_that_take_too_much_processor_time(folder, runner):
     runner.run(run())
 
 
-def test_the_work_of_a_client_that_has_gone_ends(reading, runner):
-    """And its process, where it does not end soon; another takes its place."""
+def test_decoding_stops_when_its_client_disconnects(reading, runner):
+    """A worker that does not stop soon is killed and replaced."""
 
     async def run():
-        pid = stopped(reading)
+        pid = stop_next_process(reading)
         work = asyncio.ensure_future(read(reading, "video", video()))
         while reading._idle[-1]._process is None or reading._idle[-1]._process.pid == pid:
             await asyncio.sleep(0.01)
@@ -214,16 +214,16 @@ def test_the_work_of_a_client_that_has_gone_ends(reading, runner):
         assert pid not in {process._process and process._process.pid for process in reading._all}
         assert len(reading._idle) == 2 and len(reading._all) == 2
         assert (await read(reading, "video", video()))[0].arrays
-        while pathlib.Path(f"/proc/{pid}").exists():  # the thread that waited for it lets it go
+        while pathlib.Path(f"/proc/{pid}").exists():  # the waiting thread reaps the process
             await asyncio.sleep(0.01)
 
     runner.run(run())
 
 
 @pytest.mark.slow
-def test_videos_leave_a_process_to_images(reading, runner):
+def test_one_worker_is_reserved_for_images(reading, runner):
     async def run():
-        pid = stopped(reading)
+        pid = stop_next_process(reading)
         videos = [asyncio.ensure_future(read(reading, "video", video())) for _ in range(3)]
         await asyncio.sleep(0)
         for _ in range(3):
@@ -253,13 +253,13 @@ def test_decoding_waits_until_arrays_are_freed(reading, runner):
     runner.run(run())
 
 
-def test_a_process_that_never_answers_is_ended(folder, runner):
-    """As one does that waits for a machine which others keep busy."""
+def test_worker_is_killed_after_the_wall_clock_limit(folder, runner):
+    """For example on a machine that other programs keep busy."""
 
     async def run():
         reading = MediaFiles(folder, 100, dataclasses.replace(CONFIG, processes=1, wall_seconds=0.1))
         try:
-            pid = stopped(reading)
+            pid = stop_next_process(reading)
             with refused(ApiError, "0.1 s") as error:
                 await read(reading, "image", SMALL)
             assert error.value.status == 400 and pid not in [one._process and one._process.pid for one in reading._all]
@@ -269,12 +269,12 @@ def test_a_process_that_never_answers_is_ended(folder, runner):
     runner.run(run())
 
 
-def test_closing_ends_processes_that_work(folder, runner):
-    """Nobody waits for a video when the server is told to end."""
+def test_closing_kills_busy_workers(folder, runner):
+    """The shutdown of the server does not wait for a video."""
 
     async def run():
         reading = MediaFiles(folder, 100, dataclasses.replace(CONFIG, processes=1))
-        stopped(reading)
+        stop_next_process(reading)
         work = asyncio.ensure_future(read(reading, "image", SMALL))
         waiting = asyncio.ensure_future(read(reading, "image", SMALL))
         while reading._idle:
@@ -284,7 +284,7 @@ def test_closing_ends_processes_that_work(folder, runner):
             with pytest.raises(ApiError) as error:
                 await one
             assert error.value.status in statuses
-        reading._threads.shutdown(wait=True)  # comes back
+        reading._threads.shutdown(wait=True)  # returns
 
     runner.run(run())
 
@@ -304,7 +304,7 @@ def test_directory_without_processor_class_is_an_error_of_the_server(tmp_path, r
     assert_names(caplog.text, "processor_class")
 
 
-def test_refuses_wrong_settings():
+def test_refuses_invalid_settings():
     for field in dataclasses.fields(MediaFilesConfig):
         if field.name != "limits":
             value = 0.0 if "seconds" in field.name else 0

@@ -1,4 +1,4 @@
-"""From what clients send to what a model reads."""
+"""Requests become prompts: conversations, token ids and images."""
 
 import asyncio
 import base64
@@ -20,8 +20,8 @@ from tests.serving.fake_engine import FakeEngine
 from tests.serving.servers import CHAT, Running, chat_frontend, serving
 
 
-class Plain(ChatTemplate):
-    """Writes the content of the first message without Jinja, unless it is told to fail."""
+class PlainTemplate(ChatTemplate):
+    """A chat template that writes the content of the first message, or raises an error if the content requests it."""
 
     def render_many(self, conversations):
         (conversation,) = conversations
@@ -30,7 +30,7 @@ class Plain(ChatTemplate):
 
 
 def read(frontend: TextFrontend, texts: list[str], **options):
-    """What becomes of conversations that come at once: their ids, or errors."""
+    """Prepare conversations at the same time. Returns their ids, or errors."""
 
     async def run():
         reader = PromptPreparer(frontend, max_length=64, **options)
@@ -45,7 +45,7 @@ def read(frontend: TextFrontend, texts: list[str], **options):
 
 
 def test_an_error_of_one_conversation_does_not_affect_the_others():
-    frontend = chat_frontend(chat=Plain(source=""))
+    frontend = chat_frontend(chat=PlainTemplate(source=""))
     found = read(frontend, ["a", "fail", "b", "c"])
     assert [isinstance(prompt, ApiError) for prompt in found] == [False, True, False, False]
     assert found[1].param == "messages"
@@ -93,11 +93,11 @@ def test_refuses_long_prompts_before_encoding():
     tokenizer = chat_frontend().tokenizer
     longest = max(len(tokenizer.name_of(index) or "") for index in range(tokenizer.vocab_size))
     assert longest_token(tokenizer) == longest and longest_token(ByteTokenizer()) == 1
-    (found,) = read(chat_frontend(chat=Plain(source="")), ["a" * (64 * longest * 4 + 1)])
+    (found,) = read(chat_frontend(chat=PlainTemplate(source="")), ["a" * (64 * longest * 4 + 1)])
     assert isinstance(found, ApiError) and found.code == "context_length_exceeded"
 
 
-def test_texts_begin_as_the_model_was_trained():
+def test_texts_get_the_start_token_of_the_tokenizer():
     frontend = chat_frontend()
     assert frontend.encode("a") == (256, *frontend.encode("a", special=False)) == frontend.encode("<|begin|>a")
     assert frontend.encode("<|end|>", special=False) == (257,)
@@ -107,16 +107,18 @@ def test_texts_begin_as_the_model_was_trained():
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory):
-    """A model that sees, as text and as a language."""
+def vision_model(tmp_path_factory):
+    """Write a vision-language model with a text tokenizer."""
     pytest.importorskip("PIL.Image")
     text = load_text_model(vision_directory(tmp_path_factory.mktemp("models") / "seeing"), "float32")
     return text, create_frontend(text)
 
 
 @pytest.fixture(scope="module")
-def server(seeing):
-    with serving(FakeEngine(vocab_size=seeing[0].model.config.vocab_size), seeing[1], max_files=2) as running:
+def server(vision_model):
+    with serving(
+        FakeEngine(vocab_size=vision_model[0].model.config.vocab_size), vision_model[1], max_files=2
+    ) as running:
         yield running
 
 
@@ -139,8 +141,8 @@ def url_of(content: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
-def test_uploaded_images_equal_files(seeing, server, tmp_path):
-    text, frontend = seeing
+def test_uploaded_images_equal_files(vision_model, server, tmp_path):
+    text, frontend = vision_model
     (tmp_path / "a.png").write_bytes(png())
     parts = [{"type": "image", "image": str(tmp_path / "a.png")}, {"type": "text", "text": "what?"}]
     ids, media = text.prepare([{"role": "user", "content": parts}])
@@ -177,15 +179,15 @@ def test_invalid_images_are_refused(server, case):
     assert str(CHAT) not in message
 
 
-def test_more_parts_than_tokens_are_refused_before_they_are_looked_at(server):
-    """Where others would be refused for their form."""
+def test_more_parts_than_tokens_are_refused_before_validation(server):
+    """The parts themselves are invalid and would be refused with another error."""
     for content in ([{"type": "text", "text": ""}] * 513, [5] * 513):
         body = {"messages": [{"role": "user", "content": content}]}
         error = server.error("/v1/chat/completions", body)
         assert error["param"] == "messages" and error["code"] == "context_length_exceeded"
 
 
-def test_images_that_are_too_large(server):
+def test_refuses_images_with_too_many_pixels(server):
     from PIL import Image
 
     file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Answers of a form: whatever is drawn from what is allowed has it, and ends."""
+"""Structured output: every text that is sampled from the allowed tokens matches the format and ends."""
 
 import asyncio
 import json
@@ -31,45 +31,46 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module", params=["fixture", "bytes"])
-def forms(request) -> GrammarCompiler:
+def compiler(request) -> GrammarCompiler:
     if request.param == "bytes":
         return GrammarCompiler(ByteTokenizer(), 320, [257, 258])
     return GrammarCompiler(load_tokenizer(CHAT), 320, [257, 258])
 
 
-def one_of(forms: GrammarCompiler, form: Grammar):
-    (found,) = asyncio.run(forms.prepare(form, 1))
+def constraint_of(compiler: GrammarCompiler, form: Grammar):
+    (found,) = asyncio.run(compiler.prepare(form, 1))
     return found
 
 
-def drawn(forms: GrammarCompiler, form: Grammar, seed: int, most: int = 400) -> tuple[str, bool]:
-    """A text of tokens that were allowed, and whether it ended by itself."""
-    constraint, ids, pick = one_of(forms, form), [], random.Random(seed)
+def sample_text(compiler: GrammarCompiler, form: Grammar, seed: int, most: int = 400) -> tuple[str, bool]:
+    """Sample allowed tokens. Returns the text, and whether it ended with a stop token."""
+    constraint, ids, pick = constraint_of(compiler, form), [], random.Random(seed)
     for _ in range(most):
         token = pick.choice(allowed_tokens(constraint))
         if token in (257, 258):
-            return forms._tokenizer.decode(ids), True
+            return compiler._tokenizer.decode(ids), True
         constraint.accept(token)
         ids.append(token)
-    return forms._tokenizer.decode(ids), False
+    return compiler._tokenizer.decode(ids), False
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_allowed_leads_to_the_form(forms, seed):
-    text, ended = drawn(forms, Grammar("json", json.dumps(SCHEMA)), seed)
+def test_sampled_texts_match_the_format(compiler, seed):
+    text, ended = sample_text(compiler, Grammar("json", json.dumps(SCHEMA)), seed)
     found = json.loads(text)
     assert ended and list(found) == ["name", "kind", "ages"] and found["kind"] in ("cat", "dög")
     assert len(found["name"]) <= 3 and len(found["ages"]) <= 2 and all(0 <= age <= 9 for age in found["ages"])
-    assert re.fullmatch(r"[a-c]{3}é\d", (found := drawn(forms, Grammar("regex", "[a-c]{3}é[0-9]"), seed))[0]), found
+    found = sample_text(compiler, Grammar("regex", "[a-c]{3}é[0-9]"), seed)[0]
+    assert re.fullmatch(r"[a-c]{3}é\d", found), found
     choices = ('say "hi"\n', "né", "a\\b")
-    assert drawn(forms, Grammar("choice", choices), seed)[0] in choices
-    text, ended = drawn(forms, Grammar("grammar", 'start: "x" ("," "x")~2'), seed)
+    assert sample_text(compiler, Grammar("choice", choices), seed)[0] in choices
+    text, ended = sample_text(compiler, Grammar("grammar", 'start: "x" ("," "x")~2'), seed)
     assert (text, ended) == ("x,x,x", True)
 
 
-def test_blanks_in_json_are_limited():
+def test_whitespace_in_json_is_limited():
     for whitespace in (b" ", b"\n" + 20 * b" ", b"\r\n\t\t"):
-        constraint = one_of(GrammarCompiler(ByteTokenizer(), 320, [257]), ANY_OBJECT)
+        constraint = constraint_of(GrammarCompiler(ByteTokenizer(), 320, [257]), ANY_OBJECT)
         for token in b"{" + whitespace:
             assert token in allowed_tokens(constraint)
             constraint.accept(token)
@@ -80,43 +81,43 @@ def test_blanks_in_json_are_limited():
         assert not set(b" \t\r\n") & set(allowed_tokens(constraint))
 
 
-def test_a_complete_form_allows_all_stop_ids_and_nothing_else(forms):
-    constraint = one_of(forms, Grammar("choice", ("a",)))
+def test_complete_text_allows_only_the_stop_ids(compiler):
+    constraint = constraint_of(compiler, Grammar("choice", ("a",)))
     constraint.accept(allowed_tokens(constraint)[0])
     assert allowed_tokens(constraint) == [257, 258] and constraint.error == ""
 
 
-def test_a_token_against_the_form_leaves_the_stop_ids(forms):
-    constraint = one_of(forms, Grammar("choice", ("a",)))
+def test_disallowed_token_leaves_only_the_stop_ids(compiler):
+    constraint = constraint_of(compiler, Grammar("choice", ("a",)))
     constraint.accept(5)
     assert allowed_tokens(constraint) == [257, 258] and "satisfy" in constraint.error
 
 
-def test_answers_of_one_form_do_not_share_their_place(forms):
-    one, other = (one_of(forms, Grammar("regex", "ab")) for _ in range(2))
+def test_answers_with_one_grammar_have_separate_states(compiler):
+    one, other = (constraint_of(compiler, Grammar("regex", "ab")) for _ in range(2))
     before = allowed_tokens(other)
     one.accept(before[0])
     assert allowed_tokens(other) == before != allowed_tokens(one)
-    one_of(forms, ANY_OBJECT)
+    constraint_of(compiler, ANY_OBJECT)
     for number in range(MAX_CACHED + 3):
-        one_of(forms, Grammar("regex", f"a{number}"))
-    assert len(forms._cache) == MAX_CACHED and ANY_OBJECT in forms._cache
+        constraint_of(compiler, Grammar("regex", f"a{number}"))
+    assert len(compiler._cache) == MAX_CACHED and ANY_OBJECT in compiler._cache
 
 
-def test_of_costly_forms_few_are_kept(monkeypatch):
-    """They are large."""
-    forms, clock = GrammarCompiler(ByteTokenizer(), 320, [257]), [0.0]
+def test_cache_of_grammars_that_compile_slowly_is_limited(monkeypatch):
+    """Such grammars use much memory."""
+    compiler, clock = GrammarCompiler(ByteTokenizer(), 320, [257]), [0.0]
     monkeypatch.setattr(structured_output.time, "thread_time", lambda: clock[0])
-    compiled = forms._compile
+    compiled = compiler._compile
 
     def costly(form):
         clock[0] += 0.6 if form != ANY_OBJECT else 0.1
         return compiled(form)
 
-    monkeypatch.setattr(forms, "_compile", costly)
+    monkeypatch.setattr(compiler, "_compile", costly)
     for form in (ANY_OBJECT, *(Grammar("regex", f"a{number}") for number in range(6))):
-        one_of(forms, form)
-    assert {form.content for form in forms._cache} == {ANY_OBJECT.content, "a3", "a4", "a5"}
+        constraint_of(compiler, form)
+    assert {form.content for form in compiler._cache} == {ANY_OBJECT.content, "a3", "a4", "a5"}
 
 
 DEEP = "[" * 100_000
@@ -139,52 +140,52 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_invalid_grammars_are_refused(forms, name):
+def test_invalid_grammars_are_refused(compiler, name):
     form, names = BAD[name]
     with refused(ConfigError, *names) as error:
-        one_of(forms, form)
+        constraint_of(compiler, form)
     assert len(str(error.value)) < 500
 
 
-def test_grammars_of_many_symbols_are_refused(forms, monkeypatch):
+def test_grammars_with_too_many_symbols_are_refused(compiler, monkeypatch):
     form = Grammar("grammar", 'start: x "," x\nx: "a" | "b" y\ny: "c" x | "d"')
-    assert allowed_tokens(one_of(forms, form))
+    assert allowed_tokens(constraint_of(compiler, form))
     monkeypatch.setattr(structured_output, "MAX_SYMBOLS", 5)
     with refused(ConfigError, "grammar", "symbols", "5"):
-        one_of(forms, form._replace(content=f"{form.content}\n"))
+        constraint_of(compiler, form._replace(content=f"{form.content}\n"))
 
 
 def test_grammars_need_a_stop_token():
     with refused(ConfigError, "JSON Schema", "token"):
-        one_of(GrammarCompiler(ByteTokenizer(), 300, []), ANY_OBJECT)
+        constraint_of(GrammarCompiler(ByteTokenizer(), 300, []), ANY_OBJECT)
 
 
-def test_texts_with_letters_that_the_library_wants_escaped(forms):
+def test_choices_with_characters_that_need_escapes(compiler):
     text = "".join(map(chr, range(1, 128))) + "\x80\u2028"
-    constraint = one_of(forms, Grammar("choice", (text,)))
-    for token in forms._tokenizer.encode(text).tolist():
+    constraint = constraint_of(compiler, Grammar("choice", (text,)))
+    for token in compiler._tokenizer.encode(text).tolist():
         assert token in allowed_tokens(constraint)
         constraint.accept(token)
     assert allowed_tokens(constraint) == [257, 258]
 
 
-def test_error_of_one_of_advises_any_of(forms):
+def test_error_of_one_of_advises_any_of(compiler):
     kinds = [{"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab"]
     with refused(ConfigError, "`oneOf`", "`anyOf`"):
-        one_of(forms, Grammar("json", json.dumps({"oneOf": kinds})))
+        constraint_of(compiler, Grammar("json", json.dumps({"oneOf": kinds})))
 
 
 # --- on an event loop -------------------------------------------------------------------------------------------------
 
 
 async def settle() -> None:
-    """Run all tasks until they wait."""
+    """Run all tasks until every task waits."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-class Gated(GrammarCompiler):
-    """Compiles when it is let; notes what."""
+class GatedCompiler(GrammarCompiler):
+    """A compiler that waits for an event before each compilation, and records the compilations."""
 
     def __init__(self, *words):
         super().__init__(ByteTokenizer(), 320, [257])
@@ -203,7 +204,7 @@ class Gated(GrammarCompiler):
 
 @pytest.fixture
 def gated():
-    found = Gated()
+    found = GatedCompiler()
     yield found
     found.gate.set()
     found.close()

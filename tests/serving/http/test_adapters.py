@@ -1,4 +1,4 @@
-"""Adapters over HTTP: listed, asked for by name, loaded and dropped while the server runs."""
+"""Adapters over HTTP: list them, request one by name, and load and drop them while the server runs."""
 
 import functools
 
@@ -47,7 +47,7 @@ def complete(server, model: str | None, code: int = 200):
     return server.json("/v1/completions", body, code=code)
 
 
-def test_requests_name_the_adapter_that_answers(server):
+def test_request_selects_the_adapter_by_model_name(server):
     assert names(server) == [("fake", None), ("first", "fake")]
     assert server.json("/v1/models/first")["parent"] == "fake"
     for model, adapter in ((None, None), ("fake", None), ("first", "first")):
@@ -82,7 +82,7 @@ def test_adapters_are_loaded_and_dropped(server):
     assert server.json(unload, {"lora_name": "second"}, code=404)["error"]["code"] == "model_not_found"
 
 
-def test_a_server_that_does_not_allow_it_loads_nothing():
+def test_loading_is_refused_unless_enabled():
     with serving() as server:
         for path, body in (("load", {"lora_name": "a", "lora_path": "b"}), ("unload", {"lora_name": "a"})):
             server.error(f"/v1/{path}_lora_adapter", body, "--allow-adapter-loading", code=404)
@@ -90,8 +90,8 @@ def test_a_server_that_does_not_allow_it_loads_nothing():
 
 
 @pytest.mark.slow
-def test_a_model_and_its_adapter_answer_side_by_side(tmp_path):
-    """With a real engine: what is loaded from a directory answers as the merged model."""
+def test_adapter_from_a_directory_answers_as_the_merged_model(tmp_path):
+    """With a real engine. The base model answers at the same time."""
     text = load_text_model(str(CHAT), "float32")
     adapted = trained(text.model, LoRAConfig(rank=2, targets=("*.query", "*.down")))
     save_peft(adapted, tmp_path / "adapter")

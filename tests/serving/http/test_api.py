@@ -1,4 +1,4 @@
-"""The server as OpenAI's client and others call it, in front of an engine that computes nothing."""
+"""The HTTP API, called with OpenAI's client and with plain requests, in front of an engine without a model."""
 
 import base64
 import dataclasses
@@ -27,20 +27,20 @@ openai = pytest.importorskip("openai")
 types = pytest.importorskip("openai.types")
 chat_types = pytest.importorskip("openai.types.chat")
 
-# Letters are tokens: 97 is "a". Answers go on through the alphabet.
+# Bytes are tokens: 97 is "a". The engine answers with the following letters of the alphabet.
 LETTERS = TextFrontend(tokenizer=ByteTokenizer(), stop_ids=(257,))
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
 def server():
-    """Bytes as tokens."""
+    """A server with a tokenizer of bytes."""
     with serving(frontend=LETTERS) as running:
         yield running
 
 
-class MadeUp(ChatTemplate):
-    """Writes conversations without Jinja."""
+class PlainTemplate(ChatTemplate):
+    """A chat template that writes conversations without Jinja."""
 
     def render_many(self, conversations):
         return [Rendered(self._one(one), None, []) for one in conversations]
@@ -52,8 +52,8 @@ class MadeUp(ChatTemplate):
 
 @pytest.fixture(scope="module")
 def chats():
-    """A published tokenizer with a chat template."""
-    with serving(FakeEngine(per_step=2), chat_frontend(chat=MadeUp(source="messages"))) as running:
+    """A server with a published tokenizer and a chat template."""
+    with serving(FakeEngine(per_step=2), chat_frontend(chat=PlainTemplate(source="messages"))) as running:
         yield running
 
 
@@ -65,8 +65,8 @@ def text_of(server: Running, prompt="a", **options) -> str:
     return server.json(COMPLETIONS, {"prompt": prompt, "temperature": 0, **options})["choices"][0]["text"]
 
 
-def asked_of(server: Running, **options):
-    """The engine's request that a body becomes."""
+def engine_request(server: Running, **options):
+    """Send a completion request. Returns the request that the engine received."""
     server.json(COMPLETIONS, {"prompt": "a", **options})
     return server.engine.seen[-1]
 
@@ -89,8 +89,8 @@ def test_completion_has_the_schema_of_the_client(server):
     assert whole.id.removeprefix("cmpl-") == found.headers["x-request-id"]
 
 
-def test_tokens_may_be_written_as_ids(server):
-    """As vLLM does it: of two tokens with one text both are there."""
+def test_return_tokens_as_token_ids(server):
+    """As in vLLM. Two tokens with the same text remain distinct."""
     body = dict(prompt="ab", max_tokens=1, temperature=0, logprobs=1, echo=True, return_tokens_as_token_ids=True)
     (choice,) = server.json(COMPLETIONS, body)["choices"]
     assert choice["text"] == "abc" and choice["logprobs"]["tokens"] == [
@@ -100,14 +100,14 @@ def test_tokens_may_be_written_as_ids(server):
     assert all(name.startswith("token_id:") for name in choice["logprobs"]["top_logprobs"][1])
 
 
-def test_the_first_token_of_an_echoed_prompt_has_no_logprob(server):
+def test_first_token_of_an_echoed_prompt_has_no_logprob(server):
     body = dict(prompt="abc", max_tokens=2, temperature=0, logprobs=1, echo=True)
     choice = server.json(COMPLETIONS, body)["choices"][0]
     logprobs = choice["logprobs"]
     assert choice["text"] == "abcde" and logprobs["tokens"] == ["", *"abcde"]
     assert logprobs["text_offset"] == [0, 0, 1, 2, 3, 4]
     assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
-    # whether a token is the most likely one is told by its value, as lm-eval does
+    # lm-eval decides by the value whether a token is the most likely one
     pairs = zip(logprobs["token_logprobs"][1:], logprobs["top_logprobs"][1:], strict=True)
     assert [own == max(top.values()) for own, top in pairs] == [True, True, True, False, True]
 
@@ -131,7 +131,7 @@ def test_chat_completion_has_the_schema_of_the_client(chats):
 
 
 @pytest.mark.parametrize("usage", [False, True])
-def test_a_streamed_completion_is_the_whole_one_in_pieces(server, usage):
+def test_streamed_completion_equals_the_complete_one(server, usage):
     options = dict(model="fake", prompt=["abc", "x"], max_tokens=7, temperature=0, logprobs=1, n=2, echo=True)
     more = {"stream_options": {"include_usage": True}} if usage else {}
     whole = client(server).completions.create(**options)
@@ -150,7 +150,7 @@ def test_a_streamed_completion_is_the_whole_one_in_pieces(server, usage):
     assert not usage or chunks[-1].usage == whole.usage
 
 
-def test_a_streamed_answer_is_the_whole_one_in_pieces(chats):
+def test_streamed_chat_equals_the_complete_one(chats):
     options = dict(model="fake", messages=[{"role": "user", "content": "hi"}], max_tokens=9, temperature=0, n=2)
     whole = client(chats).chat.completions.create(**options)
     chunks = list(client(chats).chat.completions.create(**options, stream=True))
@@ -163,7 +163,7 @@ def test_a_streamed_answer_is_the_whole_one_in_pieces(chats):
         assert "".join(choice.delta.content or "" for choice in deltas) == whole.choices[number].message.content
 
 
-def test_events_are_as_the_standard_has_them(server):
+def test_events_follow_the_sse_standard(server):
     status, headers, content = server.call(COMPLETIONS, dict(prompt="a", max_tokens=3, stream=True))
     assert status == 200 and headers["content-type"].startswith("text/event-stream")
     *events, done, rest = content.decode().split("\n\n")
@@ -171,7 +171,7 @@ def test_events_are_as_the_standard_has_them(server):
     assert all(event.startswith("data: {") and "\n" not in event for event in events)
 
 
-def test_errors_have_the_classes_of_the_client(server):
+def test_errors_raise_the_exception_classes_of_the_client(server):
     with pytest.raises(openai.BadRequestError) as bad:
         client(server).completions.create(model="fake", prompt="a", temperature=-1)
     assert bad.value.param == "temperature"
@@ -183,10 +183,10 @@ def test_errors_have_the_classes_of_the_client(server):
     assert client(server).models.retrieve("fake").id == "fake"
 
 
-# --- what is asked for ------------------------------------------------------------------------------------------------
+# --- request fields ---------------------------------------------------------------------------------------------------
 
 
-def test_prompts_are_texts_or_ids_or_lists_of_them(server):
+def test_prompts_are_texts_or_ids_or_lists_of_these(server):
     assert text_of(server, "a", max_tokens=2) == text_of(server, [97], max_tokens=2) == "bc"
     for prompts in (["a", "b"], [[97], [98]], ["a", [98]]):
         found = server.json(COMPLETIONS, dict(prompt=prompts, max_tokens=2, temperature=0))
@@ -216,8 +216,8 @@ def test_prompts_are_texts_or_ids_or_lists_of_them(server):
         ({"seed": None, "top_p": None}, "top_p", None),
     ],
 )
-def test_sampling_is_passed_on(server, given, field, value):
-    assert getattr(asked_of(server, **given).sampling, field) == value
+def test_sampling_parameters_reach_the_engine(server, given, field, value):
+    assert getattr(engine_request(server, **given).sampling, field) == value
 
 
 @pytest.mark.parametrize(
@@ -236,20 +236,20 @@ def test_sampling_is_passed_on(server, given, field, value):
         ({"cache_salt": "x"}, "cache_salt", "x"),
     ],
 )
-def test_the_rest_is_passed_on(server, given, field, value):
-    assert getattr(asked_of(server, **given), field) == value
+def test_other_fields_reach_the_engine(server, given, field, value):
+    assert getattr(engine_request(server, **given), field) == value
 
 
-def test_priorities_are_for_servers_that_allow_them(server):
-    """Each one that takes a place makes the engine keep what was in it."""
+def test_priorities_are_refused_unless_enabled(server):
+    """A request with priority makes the engine store the state of a preempted request."""
     error = server.error(COMPLETIONS, {"prompt": "a", "priority": -3}, "priority=-3")
     assert error["param"] == "priority" and error["code"] == "unsupported_parameter"
-    assert asked_of(server, priority=0).priority == 0
+    assert engine_request(server, priority=0).priority == 0
     with serving(frontend=LETTERS, allow_priority=True) as allowing:
-        assert asked_of(allowing, priority=3).priority == -3
+        assert engine_request(allowing, priority=3).priority == -3
 
 
-def test_health_tells_of_a_device_that_hangs(monkeypatch):
+def test_health_reports_a_hanging_device(monkeypatch):
     with serving(FakeEngine(), LETTERS) as server:
         monkeypatch.setattr("eqx_decoders.serving.http.engine_thread.EngineThread.hangs", True)
         assert server.json("/health", code=503) == {"status": "hanging"}
@@ -258,13 +258,13 @@ def test_health_tells_of_a_device_that_hangs(monkeypatch):
 def test_published_sampling_settings_are_defaults():
     published = GenerationConfig(temperature=0.6, top_p=0.9, repetition_penalty=1.3)
     with serving(frontend=LETTERS, defaults=published) as server:
-        sampling = asked_of(server).sampling
+        sampling = engine_request(server).sampling
         assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (0.6, 0.9, 1.3)
-        sampling = asked_of(server, temperature=1, top_p=1, repetition_penalty=1).sampling
+        sampling = engine_request(server, temperature=1, top_p=1, repetition_penalty=1).sampling
         assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (1.0, None, 1.0)
 
 
-def test_n_answers_match_n_requests_with_the_seeds_that_follow(server):
+def test_n_answers_match_n_requests_with_consecutive_seeds(server):
     body = dict(prompt="a", max_tokens=6, temperature=1, seed=2**63 - 1)
     found = server.json(COMPLETIONS, body | {"n": 3})
     seeds = [choice_seed(2**63 - 1, number) for number in range(3)]
@@ -274,8 +274,8 @@ def test_n_answers_match_n_requests_with_the_seeds_that_follow(server):
     assert found["usage"]["prompt_tokens"] == 2
 
 
-def test_requests_without_a_seed_draw_differently(server):
-    assert len({asked_of(server).sampling.seed for _ in range(3)}) == 3
+def test_requests_without_a_seed_have_different_seeds(server):
+    assert len({engine_request(server).sampling.seed for _ in range(3)}) == 3
 
 
 def test_max_tokens_defaults_to_the_remaining_length(chats, server):
@@ -285,7 +285,7 @@ def test_max_tokens_defaults_to_the_remaining_length(chats, server):
     assert len(request.prompt) + request.max_new_tokens == 512
     chats.json(CHAT, body | {"max_tokens": 5, "max_completion_tokens": 3})
     assert chats.engine.seen[-1].max_new_tokens == 3
-    assert asked_of(server, prompt=[97] * 505).max_new_tokens == 7
+    assert engine_request(server, prompt=[97] * 505).max_new_tokens == 7
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -314,7 +314,7 @@ def test_answer_ends_at_stop_strings_and_tokens(server, options, text, tokens, r
     assert (found[-1]["stop_reason"], found[-1]["finish_reason"]) == (reason, "length" if reason is None else "stop")
 
 
-def test_a_stopped_answer_is_no_longer_computed(server):
+def test_engine_stops_an_answer_after_a_stop_string(server):
     text_of(server, "a", max_tokens=500, stop="d")
     deadline = time.monotonic() + 5
     while server.engine.order:
@@ -322,16 +322,16 @@ def test_a_stopped_answer_is_no_longer_computed(server):
     assert len(server.engine.answers[len(server.engine.seen) - 1]) < 400
 
 
-def test_the_token_that_ends_a_text_is_not_shown():
+def test_end_token_is_not_part_of_the_text():
     with serving(FakeEngine(script=(98, 99, 257)), LETTERS) as server:
         body = dict(prompt="a", temperature=0, return_token_ids=True, logprobs=0)
         choice = server.json(COMPLETIONS, body)["choices"][0]
         assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("bc", "stop", None)
         assert choice["token_ids"] == [98, 99, 257] and len(choice["logprobs"]["tokens"]) == 3
-        assert text_of(server, "a", ignore_eos=True, max_tokens=4) == "bc\x02"  # it goes on
+        assert text_of(server, "a", ignore_eos=True, max_tokens=4) == "bc\x02"  # generation continues
 
 
-def test_characters_of_several_tokens_are_whole_in_a_stream():
+def test_stream_does_not_split_characters_of_several_tokens():
     ids = tuple("né你👩".encode())
     with serving(FakeEngine(script=ids), LETTERS) as server:
         body = dict(prompt="a", max_tokens=len(ids), temperature=0, logprobs=0)
@@ -340,10 +340,10 @@ def test_characters_of_several_tokens_are_whole_in_a_stream():
         whole = server.json(COMPLETIONS, body)["choices"][0]
         assert "".join(pieces) == whole["text"] == "né你👩" and not any("\ufffd" in piece for piece in pieces)
         assert whole["logprobs"]["tokens"][1] == "bytes:\\xc3" and whole["logprobs"]["text_offset"][:4] == [0, 1, 1, 2]
-        assert text_of(server, max_tokens=2) == "n\ufffd"  # cut in a character
+        assert text_of(server, max_tokens=2) == "n\ufffd"  # ends within a character
 
 
-def test_a_prompt_can_be_echoed_without_an_answer(server):
+def test_max_tokens_0_echoes_the_prompt(server):
     body = dict(prompt="abc", max_tokens=0, echo=True, logprobs=1)
     found = server.json(COMPLETIONS, body)
     assert found["choices"][0]["text"] == "abc" and found["usage"]["completion_tokens"] == 0
@@ -351,7 +351,7 @@ def test_a_prompt_can_be_echoed_without_an_answer(server):
     assert server.json(COMPLETIONS, body | {"echo": False}, code=400)["error"]["param"] == "max_tokens"
 
 
-def test_logprobs_that_are_not_finite_are_numbers(server):
+def test_infinite_logprobs_are_written_as_finite_numbers(server):
     logprobs = server.json(COMPLETIONS, dict(prompt="c", max_tokens=1, temperature=0, logprobs=0))["choices"][0][
         "logprobs"
     ]
@@ -363,7 +363,7 @@ def test_logprobs_that_are_not_finite_are_numbers(server):
     }
 
 
-# --- forms ------------------------------------------------------------------------------------------------------------
+# --- structured output ------------------------------------------------------------------------------------------------
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
@@ -380,13 +380,13 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": [
         {"structured_outputs": {"json": SCHEMA}},
     ],
 )
-def test_answers_have_the_schema_that_is_asked_for(server, options):
+def test_answers_match_the_requested_schema(server, options):
     for seed in range(3):
         found = server.json(COMPLETIONS, dict(prompt="a", max_tokens=300, seed=seed, **options))["choices"][0]
         assert found["finish_reason"] == "stop" and json.loads(found["text"])["a"] in (1, 2)
 
 
-def test_other_forms(server):
+def test_other_structured_output_formats(server):
     assert set(text_of(server, guided_regex="[xy]{3}")) <= {"x", "y"}
     assert text_of(server, guided_choice=["left", "right"]) in ("left", "right")
     assert text_of(server, guided_grammar='start: "x" "y"') == "xy"
@@ -395,7 +395,7 @@ def test_other_forms(server):
     assert text_of(server, response_format={"type": "text"}, max_tokens=2) == "bc"
 
 
-# Of each request: its options, the field of the error, and what the message names besides.
+# For each request: its options, the field of the error, and another word of the error message.
 INVALID_FORMATS = {
     "regex": ({"guided_regex": "(["}, "guided_regex", "regular expression"),
     "schema": ({"guided_json": {"type": "nope"}}, "guided_json", '`type="nope"`'),
@@ -417,7 +417,7 @@ INVALID_FORMATS = {
 
 
 @pytest.mark.parametrize("case", INVALID_FORMATS)
-def test_invalid_formats_of_answers_are_refused(server, case):
+def test_invalid_response_formats_are_refused(server, case):
     options, field, name = INVALID_FORMATS[case]
     assert server.error(COMPLETIONS, dict(prompt="a", **options), name)["param"] == field
 
@@ -426,12 +426,12 @@ def test_invalid_formats_of_answers_are_refused(server, case):
 
 
 def prompt_of(server: Running, messages, **options) -> str:
-    """What the model reads of a conversation."""
+    """Return the prompt text that the model receives for a conversation."""
     server.json(CHAT, dict(messages=messages, max_tokens=1, **options))
     return server.json("/detokenize", {"tokens": server.engine.seen[-1].prompt})["prompt"]
 
 
-def test_conversations_are_written_as_the_template_has_them(chats):
+def test_conversations_are_rendered_by_the_template(chats):
     say = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     assert prompt_of(chats, [say]) == "<|user|>a\nb<|end|><|assistant|>"
     assert prompt_of(chats, [{"role": "developer", "content": "x"}, say]).startswith("<|system|>x")
@@ -444,7 +444,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
 @pytest.mark.slow
-def test_tools_go_to_a_template_that_knows_them(chats):
+def test_tools_need_a_template_that_renders_them(chats):
     body = dict(messages=[{"role": "user", "content": "a"}], tools=[TOOL], max_tokens=1)
     assert chats.error(CHAT, body)["param"] == "tools"
     chats.json(CHAT, body | {"tool_choice": "none"})
@@ -462,9 +462,9 @@ HERMES = 'Well.\n<tool_call>\n{"name": "f", "arguments": {"a": "ü", "b": 1}}\n<
     [(HERMES, 1), (HERMES[:-20], 0), ("Well. <tool>", 0), (HERMES[6:] * 2, 2)],
     ids=["call", "cut off", "no call", "two calls"],
 )
-def test_calls_of_tools_are_found_in_answers(said, calls):
-    """In a stream, too, where what comes before them does not wait; a call that can't be read is a text."""
-    frontend = chat_frontend(chat=MadeUp(source="messages and tools"))
+def test_tool_calls_in_answers_are_parsed(said, calls):
+    """Also in a stream, where text before the calls is sent at once. A malformed call is returned as text."""
+    frontend = chat_frontend(chat=PlainTemplate(source="messages and tools"))
     script = (*frontend.tokenizer.encode(said).tolist(), 257)
     options: Any = dict(model="fake", messages=[{"role": "user", "content": "a"}], max_tokens=200, tools=[TOOL], n=2)
     with serving(FakeEngine(script=script, per_step=3), frontend, tool_call_parser="hermes") as server:
@@ -489,9 +489,9 @@ def test_calls_of_tools_are_found_in_answers(said, calls):
         assert deltas[-1].finish_reason == choice.finish_reason
 
 
-def test_calls_that_special_tokens_begin():
+def test_tool_calls_that_start_with_special_tokens_are_parsed():
     tokenizer = load_tokenizer(SPECIAL)
-    frontend = chat_frontend(chat=MadeUp(source="messages and tools"), tokenizer=tokenizer, stop_ids=(5,))
+    frontend = chat_frontend(chat=PlainTemplate(source="messages and tools"), tokenizer=tokenizer, stop_ids=(5,))
     script = (*tokenizer.encode('[TOOL_CALLS]f[ARGS]{"a": 1}', special=True).tolist(), 5)
     body = dict(messages=[{"role": "user", "content": "a"}], tools=[TOOL], max_tokens=200)
     with serving(FakeEngine(vocab_size=400, script=script), frontend, tool_call_parser="mistral") as server:
@@ -501,10 +501,10 @@ def test_calls_that_special_tokens_begin():
     assert choice["message"]["content"] is None and text["message"]["content"] == 'f[ARGS]{"a": 1}'
 
 
-def test_thoughts_and_calls_are_fields_of_their_own():
-    """What comes behind a prompt, letter by letter: whole, streamed, and without tools."""
+def test_reasoning_and_tool_calls_are_separate_fields():
+    """The answer to one prompt: complete, streamed, and without tools."""
     call = '<tool_call>{"name": "f", "arguments": {"b": "ü"}}</tool_call>'
-    frontend = chat_frontend(chat=MadeUp(source="messages tools tool_calls <think>"))
+    frontend = chat_frontend(chat=PlainTemplate(source="messages tools tool_calls <think>"))
     script = frontend.tokenizer.encode(f"<think>Hm.</think>\nSee:\n{call}").tolist()
     with serving(FakeEngine(per_step=3, script=(*script, 257)), frontend, tool_call_parser="hermes") as server:
         ask = functools.partial(client(server).chat.completions.create, model="fake", max_tokens=200)
@@ -532,7 +532,7 @@ def test_thoughts_and_calls_are_fields_of_their_own():
 
 
 @pytest.mark.slow
-def test_a_real_template_is_rendered_also_for_many_at_once():
+def test_jinja_template_renders_prompts_and_reports_its_errors():
     with serving() as server:
         assert prompt_of(server, [{"role": "user", "content": "hi"}]) == "<|begin|><|user|>hi<|end|>\n\n<|assistant|>"
         wrong = [{"role": "assistant", "content": "hi"}]
@@ -546,7 +546,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + ba
 
 AUDIO = {"type": "input_audio", "input_audio": {"data": "eA=="}}
 PATH = {"type": "image", "path": "/etc/passwd"}
-# Of each message: the field of the error, after "messages[0]", and what the error's message names besides.
+# For each message: the field of the error after "messages[0]", and another word of the error message.
 INVALID_MESSAGES = {
     "image": ({"role": "user", "content": [IMAGE]}, ".content[0].type", "images"),
     "audio": ({"role": "user", "content": [AUDIO]}, ".content[0].type", "audio"),
@@ -593,7 +593,7 @@ def test_invalid_messages_are_refused(chats, case):
 
 
 @pytest.mark.parametrize("name", ["images", "videos", "audio", "prompt", "messages", "add_generation_prompt"])
-def test_variables_of_a_template_reach_no_files(chats, name):
+def test_template_variables_cannot_replace_files_or_messages(chats, name):
     body = dict(messages=[{"role": "user", "content": "a"}], chat_template_kwargs={name: ["/etc/passwd"]})
     assert chats.error(CHAT, body, f"'{name}'")["param"] == "chat_template_kwargs"
 
@@ -607,7 +607,7 @@ def rendered_variables(chats, **options) -> dict[str, Any]:
 
 def test_omits_null_fields_of_tools():
     function = {"name": "f", "description": None, "strict": None, "parameters": {"default": None}}
-    with serving(frontend=chat_frontend(chat=MadeUp(source="messages tools"))) as chats:
+    with serving(frontend=chat_frontend(chat=PlainTemplate(source="messages tools"))) as chats:
         found = rendered_variables(chats, tools=[{"type": "function", "function": function}])
     assert found["tools"] == [{"type": "function", "function": {"name": "f", "parameters": {"default": None}}}]
 
@@ -626,7 +626,7 @@ def test_unknown_paths_are_answered_with_known_paths(server, path):
     assert error["type"] == "not_found_error"
 
 
-def test_errors_of_lengths_name_the_fields_of_the_request(server, chats):
+def test_length_errors_name_the_field_of_the_request(server, chats):
     def refused_field(running, path, **body):
         error = running.error(path, body)
         assert error["code"] == "context_length_exceeded"
@@ -641,12 +641,13 @@ def test_errors_of_lengths_name_the_fields_of_the_request(server, chats):
     assert refused_field(server, COMPLETIONS, prompt="a", max_tokens=10_000) == "max_tokens"
 
 
-def test_a_model_without_a_template_only_continues_texts(server):
+def test_chat_is_refused_without_a_template(server):
     body = {"messages": [{"role": "user", "content": "a"}]}
     assert server.error(CHAT, body, "/v1/completions")["param"] == "messages"
 
 
-# --- around it --------------------------------------------------------------------------------------------------------
+# --- health, authentication and shutdown
+# --------------------------------------------------------------------------------
 
 
 def test_health_and_metrics(server):
@@ -655,23 +656,23 @@ def test_health_and_metrics(server):
     text_of(server, "abc", max_tokens=9, stop="f")
     after = server.call("/metrics")[2].decode()
 
-    def grown(name: str) -> float:
+    def increase(name: str) -> float:
         rows = ([row for row in text.splitlines() if row.startswith(name)] for text in (after, before))
         return sum(float(row.split()[-1]) for row in next(rows)) - sum(float(row.split()[-1]) for row in next(rows))
 
     assert server.json("/health") == {"status": "ok"}
-    assert grown("vllm:prompt_tokens_total") == 8
-    assert grown('vllm:request_success_total{finished_reason="length"') == 1
-    assert grown('vllm:request_success_total{finished_reason="stop"') == 1
-    assert grown("vllm:time_to_first_token_seconds_count") == grown("vllm:e2e_request_latency_seconds_count") == 2
-    assert grown("vllm:inter_token_latency_seconds_count") >= 6
-    assert grown("vllm:request_queue_time_seconds_count") >= 2
+    assert increase("vllm:prompt_tokens_total") == 8
+    assert increase('vllm:request_success_total{finished_reason="length"') == 1
+    assert increase('vllm:request_success_total{finished_reason="stop"') == 1
+    assert increase("vllm:time_to_first_token_seconds_count") == increase("vllm:e2e_request_latency_seconds_count") == 2
+    assert increase("vllm:inter_token_latency_seconds_count") >= 6
+    assert increase("vllm:request_queue_time_seconds_count") >= 2
     names = "num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total"
     names += " prefix_cache_hits_total num_preemptions_total generation_tokens_total"
     assert all(f"\nvllm:{name}{{" in after for name in names.split())
 
 
-def test_tokenizers_can_be_asked(chats):
+def test_tokenizer_endpoints(chats):
     found = chats.json("/tokenize", {"prompt": "hello"})
     assert found["tokens"][0] == 256 and found["count"] == len(found["tokens"]) and found["max_model_len"] == 512
     assert chats.json("/tokenize", {"prompt": "hello", "add_special_tokens": False})["tokens"] == found["tokens"][1:]
@@ -687,7 +688,7 @@ def test_page_loads_nothing_from_other_sites(server):
     assert b"http://" not in content and b"https://" not in content and b"/*settings*/" not in content
 
 
-def test_a_key_is_needed_where_there_are_some():
+def test_api_key_is_required_if_keys_are_configured():
     with serving(frontend=LETTERS, api_keys=("one", "two")) as server:
         assert server.json("/v1/models", code=401)["error"]["code"] == "invalid_api_key"
         with pytest.raises(openai.AuthenticationError):
@@ -701,18 +702,18 @@ def test_a_key_is_needed_where_there_are_some():
         assert server.json("/tokenize", {"prompt": "a"}, code=401)
 
 
-def test_pages_of_other_sites_call_it_only_where_they_may():
+def test_cross_origin_requests_need_an_allowed_origin():
     with serving(frontend=LETTERS, allow_origins=("https://a.example",)) as server:
         for site, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
             _, headers, _ = server.call("/v1/models", Origin=site)
             assert headers.get("access-control-allow-origin") == allowed
     with serving(frontend=LETTERS) as server:
         assert "access-control-allow-origin" not in server.call("/v1/models", Origin="https://a.example")[1]
-        body = b'{"prompt": "a"}'  # a form of another site's page may send this without being asked
+        body = b'{"prompt": "a"}'  # an HTML form of another site can send this without a CORS preflight
         assert server.call(COMPLETIONS, raw=body, **{"Content-Type": "text/plain"})[0] == 415
 
 
-def test_a_full_queue_asks_to_come_again():
+def test_full_queue_answers_with_retry_after():
     engine = FakeEngine(slots=1, max_waiting=1, seconds=0.02)
     with serving(engine, LETTERS) as server:
         engine.gate.clear()
@@ -727,7 +728,7 @@ def test_a_full_queue_asks_to_come_again():
         assert status == 429 and headers["retry-after"] == "1" and b"queue_full" in content
         link.close()
         deadline = time.monotonic() + 5
-        while engine.order:  # whoever went away has left the queue
+        while engine.order:  # disconnected clients have left the queue
             assert time.monotonic() < deadline
             time.sleep(0.005)
         assert text_of(server, max_tokens=2) == "bc"
@@ -735,7 +736,7 @@ def test_a_full_queue_asks_to_come_again():
 
 @pytest.mark.slow(fast=("False",))
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_is_cancelled(stream):
+def test_disconnected_client_is_cancelled(stream):
     engine = FakeEngine(seconds=0.005)
     with serving(engine, LETTERS) as server:
         link = server.connect()
@@ -757,7 +758,7 @@ def test_a_client_that_goes_away_is_cancelled(stream):
 
 @pytest.mark.slow(fast=("False",))
 @pytest.mark.parametrize("stream", [False, True])
-def test_failure_of_the_engine_is_reported(stream):
+def test_engine_failure_is_reported(stream):
     engine = FakeEngine(seconds=0.01)
     with serving(engine, LETTERS) as server:
         if stream:
@@ -806,7 +807,7 @@ def test_stopping_drains_open_streams():
         assert not stopping.is_alive()
 
 
-def test_refuses_wrong_settings():
+def test_refuses_invalid_settings():
     for field, value in (("name", ""), ("max_length", 0), ("max_choices", 0), ("api_keys", ("",))):
         with refused(ConfigError, f"ApiConfig.{field}"):
             ApiConfig(**(dict(name="x", max_length=5, vocab_size=5) | {field: value}))
@@ -814,7 +815,7 @@ def test_refuses_wrong_settings():
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ApiConfig) if field.type in ("int", int)])
-def test_sizes_below_zero_are_refused(field):
+def test_negative_sizes_are_refused(field):
     with refused(ConfigError, f"ApiConfig.{field}=-1"):
         ApiConfig(**dict(name="m", max_length=8, vocab_size=8) | {field: -1})
 

@@ -28,8 +28,8 @@ LETTERS = TextFrontend(tokenizer=ByteTokenizer(), stop_ids=(257,))
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-class Plain(ChatTemplate):
-    """Writes the contents without Jinja; `rendered` counts conversations."""
+class PlainTemplate(ChatTemplate):
+    """A chat template that writes the message contents without Jinja. `rendered` stores the sizes of its batches."""
 
     rendered: list[int] = []  # noqa: RUF012 - of the test
 
@@ -41,15 +41,15 @@ class Plain(ChatTemplate):
 
 @pytest.fixture(scope="module")
 def chats():
-    with serving(FakeEngine(), chat_frontend(chat=Plain(source="tools"))) as running:
+    with serving(FakeEngine(), chat_frontend(chat=PlainTemplate(source="tools"))) as running:
         yield running
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------
 
 
-class Counting(ByteTokenizer):
-    """Counts the letters that it encodes."""
+class CountingTokenizer(ByteTokenizer):
+    """A tokenizer that counts the characters that it encodes."""
 
     letters = 0
 
@@ -59,7 +59,7 @@ class Counting(ByteTokenizer):
 
 
 def test_encodes_only_the_start_of_a_long_text():
-    tokenizer = Counting()
+    tokenizer = CountingTokenizer()
     text = "hello world and more of it, " * 150_000
     assert is_too_long(tokenizer, text, 8192) and 0 < tokenizer.letters < len(text) / 8
 
@@ -77,7 +77,7 @@ def test_a_text_that_fits_is_never_too_long(text):
             assert not is_too_long(tokenizer, whole, len(tokenizer.encode(whole, **options)))
 
 
-def test_a_tokenizer_whose_normaliser_drops_nearly_everything():
+def test_length_check_with_a_normalizer_that_removes_most_text():
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
     from eqx_decoders.io.text.tokenizer import JsonTokenizer
@@ -90,7 +90,7 @@ def test_a_tokenizer_whose_normaliser_drops_nearly_everything():
     assert is_too_long(tokenizer, "a " * 100_000, 2000)
 
 
-def test_a_token_that_takes_all_blanks_behind_it():
+def test_length_check_with_a_token_that_strips_following_spaces():
     from tokenizers import AddedToken
 
     tokenizer = train_bpe(["hello world"], 280)
@@ -101,8 +101,8 @@ def test_a_token_that_takes_all_blanks_behind_it():
 
 
 @pytest.mark.parametrize("whitespace", [" ", "\n", " \n\t", "\u3000"])
-def test_blanks_that_are_no_words_count_where_they_are_kept(whitespace):
-    tokenizer = Counting()
+def test_length_check_counts_whitespace_that_becomes_tokens(whitespace):
+    tokenizer = CountingTokenizer()
     for begin in ("", "a"):
         tokenizer.letters = 0
         assert is_too_long(tokenizer, begin + whitespace * 1_000_000 + "a", 100) and tokenizer.letters < 50_000
@@ -111,7 +111,7 @@ def test_blanks_that_are_no_words_count_where_they_are_kept(whitespace):
 
 
 @pytest.mark.parametrize("side", ["lstrip", "rstrip"])
-def test_blanks_that_a_token_takes_are_none_of_the_text(side):
+def test_length_check_ignores_whitespace_that_tokens_strip(side):
     from tokenizers import AddedToken
 
     tokenizer = train_bpe(["hello world"], 280)
@@ -126,21 +126,21 @@ def test_blanks_that_a_token_takes_are_none_of_the_text(side):
 
 def test_refuses_long_conversations_before_rendering(chats):
     pair = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    Plain.rendered = []
+    PlainTemplate.rendered = []
     for count in (257, 30_000):
         assert chats.error(CHAT, {"messages": pair * count})["code"] == "context_length_exceeded"
     long = {"messages": [{"role": "user", "content": "a b " * 100_000}]}
     assert chats.error(CHAT, long)["code"] == "context_length_exceeded"
     kwargs = {str(number): [1] * 9000 for number in range(5)}
     chats.error(CHAT, {"messages": pair, "chat_template_kwargs": kwargs}, "chat_template_kwargs", "45,014")
-    assert Plain.rendered == []
-    assert chats.json(CHAT, {"messages": pair * 20, "max_tokens": 1})["choices"] and Plain.rendered == [1]
+    assert PlainTemplate.rendered == []
+    assert chats.json(CHAT, {"messages": pair * 20, "max_tokens": 1})["choices"] and PlainTemplate.rendered == [1]
 
 
-def test_long_conversations_are_rendered_apart_from_short_ones():
+def test_long_conversations_do_not_delay_short_ones():
     gate, order = threading.Event(), []
 
-    class Slow(Plain):
+    class SlowTemplate(PlainTemplate):
         def render_many(self, conversations):
             if len(conversations[0].messages[0]["content"]) > 9000:
                 gate.wait(10)
@@ -148,7 +148,7 @@ def test_long_conversations_are_rendered_apart_from_short_ones():
             return super().render_many(conversations)
 
     async def run():
-        reader = PromptPreparer(chat_frontend(chat=Slow(source="")), max_length=100_000)
+        reader = PromptPreparer(chat_frontend(chat=SlowTemplate(source="")), max_length=100_000)
         try:
 
             def ask(text):
@@ -168,23 +168,23 @@ def test_long_conversations_are_rendered_apart_from_short_ones():
     assert len(long.ids) == 50_000 and order[0] == "c"
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------------
+# --- response sizes -------------------------------------------------------------------------------------------------
 
 
-def test_log_probabilities_of_one_response_are_bounded():
+def test_number_of_logprobs_per_response_is_limited():
     with serving(FakeEngine(), LETTERS, max_scores=1000) as server:
         ask = dict(prompt=[97] * 40, max_tokens=10, logprobs=4, temperature=0)
         server.json(COMPLETIONS, ask | {"n": 4, "echo": True})  # (40 + 10) x 5 x 4
         for more in ({"n": 5, "echo": True}, {"n": 4, "echo": True, "max_tokens": 11}, {"n": 4, "max_tokens": 51}):
             assert server.error(COMPLETIONS, ask | more, "1,000")["param"] == "logprobs"
         server.json(COMPLETIONS, ask | {"n": 5, "echo": True, "logprobs": None})
-    with serving(FakeEngine(), chat_frontend(chat=Plain(source="")), max_scores=1000) as server:
+    with serving(FakeEngine(), chat_frontend(chat=PlainTemplate(source="")), max_scores=1000) as server:
         ask = dict(messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=4, temperature=0)
-        server.json(CHAT, ask)  # of an answer without a length of its own, as many as there may be
+        server.json(CHAT, ask)  # an answer without max_tokens counts with the remaining length
         assert server.engine.seen[-1].max_new_tokens == 200
 
 
-def test_echoed_prompts_of_one_response_are_bounded(monkeypatch):
+def test_echoed_prompts_per_response_are_limited(monkeypatch):
     monkeypatch.setattr(api, "MAX_ECHO", 400)
     with serving(FakeEngine(), LETTERS) as server:
         ask = dict(max_tokens=1, echo=True, temperature=0, n=4)
@@ -193,7 +193,7 @@ def test_echoed_prompts_of_one_response_are_bounded(monkeypatch):
             assert server.error(COMPLETIONS, ask | {"prompt": prompt, "n": 5}, "400")["param"] == "echo"
 
 
-def test_a_long_echo_is_not_copied_by_each_token():
+def test_long_echo_is_not_copied_for_each_token():
     class Text(str):
         def __add__(self, other):
             raise AssertionError("copied")
@@ -204,8 +204,8 @@ def test_a_long_echo_is_not_copied_by_each_token():
     assert joined.join().text == "a" * 100 + "bc" and joined.join().tokens == [1] * 3
 
 
-class Decoding(ByteTokenizer):
-    """Counts what it decodes, by thread."""
+class DecodeCounter(ByteTokenizer):
+    """A tokenizer that counts its decode calls per thread."""
 
     calls: dict[str, int] = {}  # noqa: RUF012 - of the test
 
@@ -215,37 +215,44 @@ class Decoding(ByteTokenizer):
         return super().decode(ids)
 
 
-def test_where_a_text_goes_on_is_found_once_for_all_answers_to_a_prompt():
-    with serving(FakeEngine(max_waiting=200), TextFrontend(tokenizer=Decoding(), stop_ids=(257,))) as server:
+def test_end_of_a_prompt_is_decoded_once_for_all_its_answers():
+    with serving(FakeEngine(max_waiting=200), TextFrontend(tokenizer=DecodeCounter(), stop_ids=(257,))) as server:
         body, counts = dict(max_tokens=1, temperature=0), []
         for ask in ({"prompt": [97] * 40}, {"prompt": [97] * 40, "n": 64}, {"prompt": [[97] * 40] * 64}):
-            Decoding.calls.clear()
+            DecodeCounter.calls.clear()
             found = server.json(COMPLETIONS, body | ask)["choices"]
             assert {choice["text"] for choice in found} == {"b"}
             counts.append(
-                (sum(Decoding.calls.values()), sum(n for at, n in Decoding.calls.items() if at[:6] != "worker"))
+                (
+                    sum(DecodeCounter.calls.values()),
+                    sum(n for at, n in DecodeCounter.calls.items() if at[:6] != "worker"),
+                )
             )
     alone, several, many = counts
-    assert several[0] - alone[0] <= 6 * 63  # the decoding of each answer's own token
-    assert many[1] <= 6 * 64 + 6  # many prompts are not looked at on the event loop
+    assert several[0] - alone[0] <= 6 * 63  # the decode calls for the token of each answer
+    assert many[1] <= 6 * 64 + 6  # many prompts are not decoded on the event loop
 
 
-def test_what_is_large_is_not_made_on_the_event_loop(monkeypatch):
+def test_large_requests_and_responses_are_handled_off_the_event_loop(monkeypatch):
     threads = {}
 
-    def noting(owner, name):
+    def record_threads(owner, name):
         real = getattr(owner, name)
 
-        def noted(*given, **named):
+        def recording(*given, **named):
             threads.setdefault(name, []).append(threading.current_thread().name)
             return real(*given, **named)
 
-        monkeypatch.setattr(owner, name, noted)
+        monkeypatch.setattr(owner, name, recording)
 
     with serving(FakeEngine(max_length=1000), LETTERS) as server:
         ask = dict(max_tokens=1, echo=True, logprobs=2, n=2, temperature=0)
-        noting(ResponseBuilder, "complete"), noting(ResponseBuilder, "chunk"), noting(Choice, "take")
-        noting(api, "read_body")
+        (
+            record_threads(ResponseBuilder, "complete"),
+            record_threads(ResponseBuilder, "chunk"),
+            record_threads(Choice, "take"),
+        )
+        record_threads(api, "read_body")
         for count, large in ((5, False), (600, True)):
             threads.clear()
             whitespace = b" " * (large * 70_000)
@@ -255,14 +262,14 @@ def test_what_is_large_is_not_made_on_the_event_loop(monkeypatch):
             assert beside == dict.fromkeys(("complete", "chunk", "take", "read_body"), large)
 
 
-def test_many_ids_are_not_written_on_the_event_loop(monkeypatch):
+def test_many_ids_are_serialized_off_the_event_loop(monkeypatch):
     threads, real = [], streaming.write
 
-    def noted(value):
+    def recording(value):
         threads.append(threading.current_thread().name.startswith("worker"))
         return real(value)
 
-    monkeypatch.setattr(streaming, "write", noted)
+    monkeypatch.setattr(streaming, "write", recording)
     with serving(FakeEngine(), LETTERS, max_length=5000) as server:
         for count in (10, 3000):
             assert server.json("/tokenize", {"prompt": "a" * count})["count"] == count + 1
@@ -271,7 +278,7 @@ def test_many_ids_are_not_written_on_the_event_loop(monkeypatch):
     assert threads == [False, True] * 2
 
 
-def test_refuses_requests_that_can_never_wait_together():
+def test_refuses_batches_that_exceed_the_queue():
     with serving(FakeEngine(slots=1, max_waiting=3), LETTERS) as server:
         server.error(COMPLETIONS, {"prompt": "a", "n": 5, "max_tokens": 1}, "max_waiting=3")
         server.json(COMPLETIONS, {"prompt": "a", "n": 4, "max_tokens": 1})
@@ -283,16 +290,16 @@ def test_refuses_requests_that_can_never_wait_together():
             config.check_together(many[:count])
 
 
-# --- bytes, places, connections ---------------------------------------------------------------------------------------
+# --- bodies, files and connections ------------------------------------------------------------------------------------
 
 
-def test_requests_without_a_key_are_refused_before_their_bodies_are_read():
+def test_requests_without_a_key_are_refused_before_reading_the_body():
     with serving(FakeEngine(), LETTERS, api_keys=("right",)) as server, server.connect() as link:
         link.sendall(head(10))
         assert b" 401 " in link.recv(100)[:20]
 
 
-def test_requests_of_further_connections_are_refused():
+def test_connections_beyond_the_limit_are_refused():
     with serving(FakeEngine(), LETTERS, ServerConfig(limit_concurrency=3)) as server:
         links = [server.connect() for _ in range(2)]
         for link in links:
@@ -305,7 +312,7 @@ def test_requests_of_further_connections_are_refused():
             pass
 
 
-def test_prefixes_of_one_key_are_not_found_by_another():
+def test_api_keys_do_not_share_cached_prefixes():
     with serving(FakeEngine(), LETTERS, api_keys=("a", "b")) as server:
         for key in ("a", "b", "a"):
             server.json(COMPLETIONS, {"prompt": "a", "max_tokens": 1}, Authorization=f"Bearer {key}")
@@ -313,7 +320,7 @@ def test_prefixes_of_one_key_are_not_found_by_another():
         assert salts[0] == salts[2] != salts[1]
 
 
-def test_the_limit_of_open_files_is_raised():
+def test_open_file_limit_is_raised():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
@@ -333,7 +340,7 @@ def test_system_error_is_logged_as_server_error(monkeypatch, caplog):
     assert "Too many open files" in caplog.text
 
 
-# --- fields -----------------------------------------------------------------------------------------------------------
+# --- request fields ---------------------------------------------------------------------------------------------------
 
 
 UNKNOWN = {"allowed_token_ids": [97], "bad_words": ["a"], "continue_final_message": True, "truncate_prompt_tokens": 1,
@@ -347,12 +354,12 @@ PATHS = {COMPLETIONS: {"prompt": "a"}, CHAT: {"messages": [{"role": "user", "con
 
 @pytest.mark.slow(fast=("/v1/completions",))
 @pytest.mark.parametrize("path", PATHS)
-def test_fields_that_are_not_known_are_refused_by_name(chats, path):
+def test_unknown_fields_are_refused_by_name(chats, path):
     for field, value in UNKNOWN.items():
         error = chats.error(path, PATHS[path] | {field: value}, field[:60])
         assert error["code"] == "unsupported_parameter" and error["param"]
         assert len(error["message"]) < 300
-    assert chats.call(path, PATHS[path] | dict.fromkeys(UNKNOWN))[0] == 200  # null is as good as nothing
+    assert chats.call(path, PATHS[path] | dict.fromkeys(UNKNOWN))[0] == 200  # null means an absent field
 
 
 def test_accepts_neutral_fields_of_other_servers(chats):
@@ -365,14 +372,14 @@ def test_accepts_neutral_fields_of_other_servers(chats):
     assert chats.json("/detokenize", chats.json("/tokenize", {"prompt": "a"}))["prompt"].endswith("a")
 
 
-def test_tokenize_reads_a_conversation_as_a_chat_does():
-    class Told(Plain):
+def test_tokenize_accepts_the_fields_of_a_chat():
+    class VariablesTemplate(PlainTemplate):
         def render_many(self, conversations):
             return [Rendered(json.dumps(one.variables), None, []) for one in conversations]
 
     tool = {"type": "function", "function": {"name": "f"}}
     body = PATHS[CHAT] | {"tools": [tool], "chat_template_kwargs": {"thinking": True}}
-    with serving(FakeEngine(), chat_frontend(chat=Told(source="tools"))) as server:
+    with serving(FakeEngine(), chat_frontend(chat=VariablesTemplate(source="tools"))) as server:
         server.json(CHAT, body | {"max_tokens": 1})
         assert server.json("/tokenize", body)["tokens"] == list(server.engine.seen[-1].prompt)
         for name in ("messages", "self"):
@@ -380,7 +387,7 @@ def test_tokenize_reads_a_conversation_as_a_chat_does():
             assert server.error(CHAT, wrong, name) == server.error("/tokenize", wrong)
 
 
-def test_errors_of_clients_are_bad_requests(chats):
+def test_client_errors_have_status_400(chats):
     raw = b'{"prompt": "a", "guided_json": {"type": "number", "maximum": 1e999}}'
     chats.error(COMPLETIONS, None, "1e999", raw=raw)
     silent = [
@@ -392,17 +399,17 @@ def test_errors_of_clients_are_bad_requests(chats):
     assert chats.error(CHAT, {"messages": [{"role": "user", "content": None}]})["param"] == "messages[0].content"
     chats.json(COMPLETIONS, {"prompt": "a", "top_p": 0, "temperature": 1, "max_tokens": 1})
     sampling = chats.engine.seen[-1].sampling
-    assert (sampling.temperature, sampling.top_p) == (0.0, None)  # the most likely token, and no other
+    assert (sampling.temperature, sampling.top_p) == (0.0, None)  # only the most likely token
 
 
-def test_errors_of_a_template_do_not_say_where_it_is(tmp_path):
+def test_template_errors_do_not_contain_paths(tmp_path):
     template = ChatTemplate(source="{{ raise_exception('unsuitable') }}", where=str(tmp_path / "chat_template.jinja"))
     with serving(FakeEngine(), chat_frontend(chat=template)) as server:
         error = server.error(CHAT, PATHS[CHAT], "unsuitable")
     assert str(tmp_path) not in error["message"]
 
 
-def test_clients_that_send_large_bodies_read_the_error():
+def test_clients_that_send_large_bodies_can_read_the_error():
     with serving(FakeEngine(), LETTERS, max_body_bytes=1000) as server:
         for size in (2000, 20_000_000):
             assert server.call(COMPLETIONS, raw=b"a" * size)[0] == 413

@@ -1,4 +1,4 @@
-"""The page to chat in a browser: Chromium (of the system, driven by Playwright) does what a person would."""
+"""The chat page, tested with Chromium, which Playwright controls."""
 
 import base64
 import shutil
@@ -29,7 +29,7 @@ def browser():
 
 @pytest.fixture
 def visit(browser):
-    """A function that opens the page of a server; nothing may have gone wrong in it at the end."""
+    """Return a function that opens the page of a server. The page must not have logged errors at the end."""
     context, told, asked = browser.new_context(), [], []
 
     def opened(server):
@@ -47,7 +47,7 @@ def visit(browser):
 
 
 @pytest.mark.slow
-def test_a_conversation_goes_on_and_can_be_stopped(visit):
+def test_conversation_continues_and_can_be_stopped(visit):
     with serving(FakeEngine(seconds=0.01)) as server:
         page = visit(server)
         assert page.title() == "fake" and not page.is_visible("#keyed") and not page.is_visible("#seeing")
@@ -95,7 +95,7 @@ def test_text_and_errors_are_shown_as_text(visit):
 
 
 @pytest.mark.slow
-def test_a_key_is_asked_for(visit):
+def test_page_asks_for_an_api_key(visit):
     with serving(FakeEngine(), api_keys=("secret",)) as server:
         page = visit(server)
         assert page.is_visible("#key")
@@ -120,11 +120,11 @@ def test_images_are_sent_with_the_message(visit, monkeypatch):
         page.wait_for_selector("#images img")
         page.fill("#text", "what is it?")
         page.click("#send")
-        page.wait_for_selector(".problem:has-text('this model takes no images')")  # so it was sent
+        page.wait_for_selector(".problem:has-text('this model takes no images')")  # the image was part of the request
 
 
 @pytest.mark.slow
-def test_everything_has_a_name_and_can_be_reached_with_keys(visit):
+def test_controls_have_names_and_keyboard_focus(visit):
     with serving() as server:
         page = visit(server)
         page.click("summary")

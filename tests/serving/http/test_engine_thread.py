@@ -1,4 +1,4 @@
-"""The thread that owns an engine: what comes back, what is cancelled, and how it ends."""
+"""The thread that owns an engine: order of outputs, cancellation, errors and shutdown."""
 
 import asyncio
 import time
@@ -25,7 +25,7 @@ async def collected(answers: RequestOutputs) -> dict[int, list[int]]:
 
 
 def with_worker(test, engine: FakeEngine | None = None, **options):
-    """Run `test(worker, engine)` with a worker that is stopped afterwards; what it gives."""
+    """Run `test(worker, engine)` and stop the worker. Returns the result of `test`."""
     engine = engine or FakeEngine(**options)
 
     async def run():
@@ -45,7 +45,7 @@ async def until(rule) -> None:
         await asyncio.sleep(0.002)
 
 
-def test_answers_come_in_their_order_whoever_else_asks():
+def test_outputs_keep_their_order_with_concurrent_requests():
     async def test(worker, engine):
         many = [await worker.submit([request(at), request(at + 100)]) for at in range(6)]
         return await asyncio.gather(*map(collected, many))
@@ -54,9 +54,9 @@ def test_answers_come_in_their_order_whoever_else_asks():
         assert found == {0: list(range(at + 1, at + 5)), 1: list(range(at + 101, at + 105))}
 
 
-def test_several_requests_are_taken_together_or_not_at_all():
+def test_batch_of_requests_is_accepted_or_refused_as_a_unit():
     async def test(worker, engine):
-        with refused(ConfigError, "max_waiting=2"):  # more than it ever takes
+        with refused(ConfigError, "max_waiting=2"):  # more than the queue can ever hold
             await worker.submit([request()] * 7)
         engine.gate.clear()
         first = await worker.submit([request()])
@@ -73,7 +73,7 @@ def test_several_requests_are_taken_together_or_not_at_all():
     assert with_worker(test, slots=4, max_waiting=2, seconds=0.01) == {0: [2, 3, 4, 5]}
 
 
-def test_whoever_goes_away_leaves_nothing_behind():
+def test_closing_a_stream_removes_its_requests():
     async def test(worker, engine):
         answers = await worker.submit([request(new=400), request(new=400)])
         async for number, _ in answers:
@@ -87,11 +87,11 @@ def test_whoever_goes_away_leaves_nothing_behind():
     assert with_worker(test, seconds=0.001) == ({}, 0, 0)
 
 
-def test_a_caller_who_is_cancelled_while_it_submits():
+def test_cancellation_during_submit_removes_the_request():
     async def test(worker, engine):
         engine.gate.clear()
         first = await worker.submit([request(new=400)])
-        await until(engine.begun.is_set)  # the thread is in a step
+        await until(engine.begun.is_set)  # the thread is inside a step
         task = asyncio.ensure_future(worker.submit([request()]))
         await asyncio.sleep(0.02)
         task.cancel()
@@ -104,7 +104,7 @@ def test_a_caller_who_is_cancelled_while_it_submits():
     assert with_worker(test) == (0, True)
 
 
-def test_it_sleeps_while_there_is_nothing_to_do():
+def test_thread_sleeps_while_idle():
     async def test(worker, engine):
         await collected(await worker.submit([request()]))
         steps, spent = engine.done.steps, time.process_time()
@@ -115,7 +115,7 @@ def test_it_sleeps_while_there_is_nothing_to_do():
     assert steps == 0 and spent < 0.1
 
 
-def test_an_engine_that_fails_ends_all_requests_with_the_error():
+def test_engine_failure_ends_all_requests_with_the_error():
     async def test(worker, engine):
         engine.gate.clear()
         answers = await worker.submit([request(), request(2)])
@@ -132,7 +132,7 @@ def test_an_engine_that_fails_ends_all_requests_with_the_error():
     assert "RuntimeError" in found[0][2]
 
 
-def test_a_request_that_breaks_submit_is_refused_alone():
+def test_exception_in_submit_affects_only_its_request():
     async def test(worker, engine):
         engine.submit, kept = lambda request: 1 / 0, engine.submit
         with pytest.raises(ZeroDivisionError):
@@ -168,7 +168,7 @@ def test_stopping_cancels_slow_requests():
     assert with_worker(test, seconds=0.01) == "cancelled"
 
 
-def test_a_step_that_hangs_is_left_alone():
+def test_stop_does_not_wait_for_a_hanging_step():
     async def test(worker, engine):
         engine.gate.clear()
         answers = await worker.submit([request()])

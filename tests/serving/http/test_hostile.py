@@ -1,4 +1,4 @@
-"""What strangers send: each gets an error that says why, and the server serves on."""
+"""Invalid and hostile requests: each gets an informative error, and the server continues to serve."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from tests.serving.servers import Running, chat_frontend, serving
 
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-MOST = 200_000  # bytes of a body
+MOST = 200_000  # maximum bytes of a body
 LARGE = 10**400
 
 
@@ -36,13 +36,13 @@ def chats():
         yield running
 
 
-def alive(server: Running) -> None:
+def check_alive(server: Running) -> None:
     found = server.json(COMPLETIONS, dict(prompt="a", max_tokens=2, temperature=0))
     assert found["choices"][0]["text"] == "bc" and server.json("/health") == {"status": "ok"}
 
 
 def error_message(server: Running, path: str, raw: bytes, codes=(400,)) -> str:
-    """The message of the error for a body; it is short, and the error is well-formed."""
+    """Send a body and return the error message, which must be short and in a well-formed error object."""
     status, _, content = server.call(path, raw=raw)
     error = json.loads(content)["error"]
     assert status in codes, (status, content[:300], raw[:100])
@@ -50,7 +50,7 @@ def error_message(server: Running, path: str, raw: bytes, codes=(400,)) -> str:
     return error["message"]
 
 
-# Bodies that are no JSON object.
+# Bodies that are not JSON objects.
 RAW = [
     b"", b"{", b"[]", b"null", b"5", b'"a"', b"{]", b'{"prompt"}', b"{'prompt': 'a'}", b'{"prompt": "a",}',
     b'{"prompt": "a"} x', b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b'{"prompt": ["a", "\\udfff"]}',
@@ -63,11 +63,11 @@ RAW = [
 
 
 @pytest.mark.parametrize("raw", RAW, ids=range(len(RAW)))
-def test_refuses_bodies_that_are_no_objects(server, raw):
+def test_refuses_bodies_that_are_not_objects(server, raw):
     error_message(server, COMPLETIONS, raw)
 
 
-# Of each field values that it cannot have.
+# For each field, invalid values.
 WORDS = ["hot", True, [], {}, [1], "1"]
 NUMBERS = [-1e300, 1e300, LARGE, -LARGE]
 WRONG = {
@@ -121,10 +121,10 @@ def test_refuses_invalid_values_of_fields(server, field):
         error = json.loads(content)["error"]
         assert field.split(".")[0] in (error["message"] + str(error["param"])), (str(value)[:60], error)
         assert len(error["message"]) < 600
-    alive(server)
+    check_alive(server)
 
 
-def test_there_are_hundreds_of_them():
+def test_number_of_cases():
     assert len(CASES) + len(RAW) > 200
 
 
@@ -132,14 +132,14 @@ WELL = {"prompt": "a ü 😀", "max_tokens": 2, "temperature": 0.5, "stop": ["x"
 BODY = json.dumps(WELL, ensure_ascii=False).encode()
 
 
-def test_bodies_that_end_early(server):
+def test_refuses_truncated_bodies(server):
     server.json(COMPLETIONS, WELL)
     for size in range(len(BODY)):
         error_message(server, COMPLETIONS, BODY[:size])
 
 
-def test_bodies_with_a_wrong_byte(server):
-    """Whatever becomes of them: some are still requests."""
+def test_bodies_with_a_changed_byte(server):
+    """The request is answered or refused: some changed bodies are still valid."""
     pick = random.Random(0)
     statuses = set()
     for _ in range(60):
@@ -149,7 +149,7 @@ def test_bodies_with_a_wrong_byte(server):
         statuses.add(status)
         assert status == 200 or set(json.loads(content)["error"]) == {"message", "type", "param", "code"}, broken
     assert statuses == {200, 400}
-    alive(server)
+    check_alive(server)
 
 
 STRANGE = [
@@ -161,8 +161,8 @@ STRANGE = [
 
 
 @pytest.mark.slow
-def test_strange_texts(server, chats):
-    """What is only a text is answered; what is a name or a form is known or refused."""
+def test_unusual_unicode_texts(server, chats):
+    """As a prompt, every text is answered. As a name or a format, it is accepted or refused with an error."""
     begin = {"max_tokens": 2, "temperature": 0}
     for text in STRANGE:
         assert server.json(COMPLETIONS, {"prompt": text, **begin})["usage"]["completion_tokens"] > 0
@@ -175,7 +175,7 @@ def test_strange_texts(server, chats):
     assert chats.json(CHAT, {"messages": messages, **begin})["choices"]
     messages[0]["role"] = "".join(text[:9] for text in STRANGE)
     error_message(chats, CHAT, json.dumps({"messages": messages}).encode())
-    alive(server)
+    check_alive(server)
 
 
 CHATS = [
@@ -196,7 +196,7 @@ def test_refuses_invalid_conversations(chats, number):
     error_message(chats, CHAT, json.dumps(body | CHATS[number]).encode())
 
 
-def test_files_are_neither_fetched_nor_opened(chats):
+def test_urls_and_paths_of_files_are_not_opened(chats):
     for url in (
         "http://127.0.0.1:1/a.png",
         "file:///etc/passwd",
@@ -208,7 +208,7 @@ def test_files_are_neither_fetched_nor_opened(chats):
         error_message(chats, CHAT, json.dumps({"messages": [{"role": "user", "content": [part]}]}).encode())
 
 
-def test_other_addresses(server):
+def test_unknown_paths_and_methods(server):
     for path, raw, codes in (
         ("/v1/completions/x", b"{}", (404,)), ("/../etc/passwd", b"{}", (404,)), ("/v1/models", b"{}", (405,)),
         ("/tokenize", b"{}", (400,)), ("/tokenize", b'{"prompt": 5}', (400,)),
@@ -220,13 +220,13 @@ def test_other_addresses(server):
     assert server.call("/v1/models/none")[0] == 404
     for method in ("PUT", "DELETE", "PATCH", "TRACE", "OPTIONS"):
         assert server.call(COMPLETIONS, method=method)[0] == 405
-    alive(server)
+    check_alive(server)
 
 
 # --- sizes and time ---------------------------------------------------------------------------------------------------
 
 
-def test_large_bodies_and_prompts(server, chats):
+def test_refuses_large_bodies_and_prompts(server, chats):
     assert_names(error_message(server, COMPLETIONS, b'{"prompt": "' + b"a" * MOST + b'"}', (413,)), "200,000")
     error_message(server, COMPLETIONS, b'{"prompt": "' + b"a" * 20_000_000 + b'"}', (413,))
     assert_names(error_message(server, COMPLETIONS, b'{"prompt": "' + b"a" * 190_000 + b'"}'), "190,000")
@@ -234,7 +234,7 @@ def test_large_bodies_and_prompts(server, chats):
     error_message(chats, COMPLETIONS, b'{"prompt": "' + b"x " * 90_000 + b'"}')
     message = {"role": "user", "content": "a b " * 20_000}
     assert_names(error_message(chats, CHAT, json.dumps({"messages": [message]}).encode()), "512")
-    alive(server)
+    check_alive(server)
 
 
 def head(length: int | str = 5, more: str = "") -> bytes:
@@ -242,8 +242,8 @@ def head(length: int | str = 5, more: str = "") -> bytes:
     return f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{kind}Content-Length: {length}\r\n{more}\r\n".encode()
 
 
-def said(link: socket.socket) -> bytes:
-    """All that comes until the connection is closed."""
+def read_all(link: socket.socket) -> bytes:
+    """Read until the connection is closed."""
     parts = []
     with contextlib.suppress(OSError):
         while part := link.recv(65536):
@@ -251,21 +251,21 @@ def said(link: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-def test_chunks_beyond_the_limit(server):
+def test_refuses_chunked_bodies_beyond_the_limit(server):
     with server.connect() as link:
         start = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         link.sendall(f"{start}Transfer-Encoding: chunked\r\n\r\n".encode())
         for _ in range(30):
             link.sendall(b"2710\r\n" + b"a" * 10_000 + b"\r\n")
         link.sendall(b"0\r\n\r\n")
-        assert b" 413 " in said(link)[:20]
+        assert b" 413 " in read_all(link)[:20]
 
 
 def test_idle_connections_are_closed_after_a_response(server):
     with server.connect() as link:
         link.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         begun = time.monotonic()
-        assert said(link).startswith(b"HTTP/1.1 200")
+        assert read_all(link).startswith(b"HTTP/1.1 200")
         assert time.monotonic() - begun < 6
 
 
@@ -285,17 +285,17 @@ def test_idle_connections_are_closed_after_a_response(server):
     ],
     ids=range(10),
 )
-def test_refuses_bytes_that_are_no_http(server, sent):
+def test_refuses_invalid_http(server, sent):
     with server.connect() as link:
         with contextlib.suppress(OSError):
             link.sendall(sent)
         link.settimeout(10)
-        answer = said(link)
+        answer = read_all(link)
     assert answer == b"" or answer.split(b" ", 2)[1] in (b"400", b"413", b"431", b"404", b"405")
-    alive(server)
+    check_alive(server)
 
 
-def test_connections_that_are_half_closed_or_cut_leave_nothing_behind(server):
+def test_half_closed_and_cut_connections_are_cleaned_up(server):
     body = json.dumps({"prompt": "a", "max_tokens": 400, "stream": True}).encode()
     for cut in (10, len(head(len(body))), len(head(len(body))) + 5, 10_000):
         for close in (lambda link: link.shutdown(socket.SHUT_WR), lambda link: link.close()):
@@ -303,15 +303,15 @@ def test_connections_that_are_half_closed_or_cut_leave_nothing_behind(server):
                 link.sendall((head(len(body)) + body)[:cut])
                 close(link)
                 if link.fileno() >= 0:
-                    said(link)
-    with server.connect() as link:  # a second request before the answer to the first
+                    read_all(link)
+    with server.connect() as link:  # pipelined: a second request before the first response
         link.sendall(2 * (head(len(body)) + body))
         link.recv(10)
     deadline = time.monotonic() + 5
     while server.engine.order:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    alive(server)
+    check_alive(server)
 
 
 @pytest.mark.slow
@@ -325,10 +325,10 @@ def test_client_that_reads_nothing_does_not_delay_others():
         link.connect(("127.0.0.1", server.port))
         link.sendall(head(len(body)) + body)
         deadline = time.monotonic() + 20
-        while engine.order or not engine.seen:  # its slot becomes free
+        while engine.order or not engine.seen:  # until its slot is free
             assert time.monotonic() < deadline
             alive_before = time.monotonic()
-            alive(server)
+            check_alive(server)
             assert time.monotonic() - alive_before < 5
 
 
@@ -343,15 +343,15 @@ def test_floods_are_refused_with_retry(server):
     for thread in threads:
         thread.start()
     time.sleep(0.3)
-    assert server.call("/health")[0] == 200  # which is asked by whoever watches the server
+    assert server.call("/health")[0] == 200  # monitoring must still work
     server.engine.gate.set()
     for thread in threads:
         thread.join()
     assert set(found) == {200, 429} and found.count(200) >= 4
-    alive(server)
+    check_alive(server)
 
 
-def test_names_of_requests_are_words(server):
+def test_request_ids_of_clients_must_be_short_ascii_words(server):
     assert server.call("/health", x_request_id="my-id.1")[1]["x-request-id"] == "my-id.1"
     for name in ("a" * 65, "a b", "é", "<script>"):
         assert server.call("/health", x_request_id=name.encode("latin-1").decode("latin-1"))[1]["x-request-id"] != name

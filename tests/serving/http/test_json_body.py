@@ -1,4 +1,4 @@
-"""Bodies as declared types: what is no JSON, what is too long, and errors with the field, its value and the rule."""
+"""Request bodies as declared types: invalid JSON, size limits, and errors with the field, its value and the rule."""
 
 import json
 import random
@@ -19,19 +19,19 @@ from tests.errors import refused
 CONFIG = ApiConfig(name="m", max_length=8192, vocab_size=1000)
 
 
-def drawn(pick: random.Random, depth: int):
-    """A value of JSON, with strings and lists that are longer than what is counted at once."""
+def random_value(pick: random.Random, depth: int):
+    """Return a random JSON value with strings and lists longer than the chunks in which entries are counted."""
     kind = pick.randrange(8 if depth else 5)
     if kind < 5:
         letters = "".join(pick.choice('ab"\\\n€😀\u2028é[{,:') for _ in range(pick.randrange(40)))
         return [pick.random() * 10.0 ** pick.randrange(-5, 6), pick.randrange(-9, 9), letters, None, "x" * 3000][kind]
     if kind < 7:
-        return [drawn(pick, depth - 1) for _ in range(pick.randrange(12))]
-    return {str(drawn(pick, 0)): drawn(pick, depth - 1) for _ in range(pick.randrange(12))}
+        return [random_value(pick, depth - 1) for _ in range(pick.randrange(12))]
+    return {str(random_value(pick, 0)): random_value(pick, depth - 1) for _ in range(pick.randrange(12))}
 
 
 def entries_of(value) -> int:
-    """Lists, objects and names in a value."""
+    """Count lists, objects and keys of a value."""
     if isinstance(value, dict):
         return 1 + len(value) + sum(map(entries_of, value.values()))
     return 1 + sum(map(entries_of, value)) if isinstance(value, list) else 0
@@ -39,11 +39,11 @@ def entries_of(value) -> int:
 
 @pytest.mark.slow(fast=("0", "1"))
 @pytest.mark.parametrize("seed", range(6))
-def test_bodies_are_read_and_their_entries_counted(seed, monkeypatch):
-    """Wherever the text is cut."""
+def test_entries_of_bodies_are_counted_correctly(seed, monkeypatch):
+    """For every position at which the text is split into chunks."""
     monkeypatch.setattr(json_body, "SMALL", 7 + 11 * seed)
     pick = random.Random(seed)
-    value = {"a": [drawn(pick, 5) for _ in range(12)], "b": list(range(900))}
+    value = {"a": [random_value(pick, 5) for _ in range(12)], "b": list(range(900))}
     text = json.dumps(value, ensure_ascii=seed % 2 == 0, indent=2 if seed % 3 == 0 else None).encode()
     count = entries_of(value)
     assert parse(text, count) == json.loads(write(value)) == value
@@ -58,7 +58,7 @@ WRONG += ['{"\\ud800": 1}', '{"a": ' + "9" * 5000 + "}", "[" * 10_000, '{"a":' *
 
 
 @pytest.mark.parametrize("text", WRONG, ids=range(len(WRONG)))
-def test_refuses_bodies_that_are_no_json_objects(text):
+def test_refuses_bodies_that_are_not_json_objects(text):
     long = '["' + "x" * 70_000 + '"]'
     bodies = [text, text + PAD]
     bodies += [] if text == "[1]" else [f'{{"long": {long}, "given": {text}}}', f'{{"given": [{text}, {long}]}}']
@@ -86,8 +86,8 @@ def test_refuses_invalid_escapes_in_long_strings(wrong):
     "text", ['{"prompt": [%s]}', '{"prompt": "a", "metadata": {"b": [[%s]]}}'], ids=["prompt", "metadata"]
 )
 @pytest.mark.parametrize("entry", ["[]", "{}", '{"a":"b"}', "12345"], ids=["lists", "objects", "names", "numbers"])
-def test_too_many_entries_are_not_read(text, entry):
-    """They are refused in a fraction of the time that it takes to read them."""
+def test_bodies_with_too_many_entries_are_refused_quickly(text, entry):
+    """In a fraction of the time that parsing takes."""
     body = (text % ",".join([entry] * 3_000_000)).encode()
     begin = time.process_time()
     with refused(ApiError, "82,768", "2,097,152") as found:
@@ -103,8 +103,8 @@ def processor_seconds(body: bytes) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("piece", ["hello world and more of it, ", "a line\\n", "é漢 ", "\\u00e9"])
-def test_a_large_body_takes_little_of_the_interpreter_s_lock(piece):
-    """Of 32 MB the counting takes some 50 ms, which other threads interrupt, and the one call after it some 40 ms."""
+def test_large_body_holds_the_gil_only_briefly(piece):
+    """For 32 MB, counting takes about 50 ms, which other threads can interrupt, and the following call about 40 ms."""
     text = piece * (32_000_000 // len(piece.encode()))
     body = f'{{"messages": [{{"role": "user", "content": "{text}"}}]}}'.encode()
     assert min(processor_seconds(body) for _ in range(5)) < 0.25
@@ -121,7 +121,7 @@ def tool_of(**fields) -> dict:
     return CHAT | {"tools": [fields]}
 
 
-# Of each error: the type of the body, the body, and what the message names.
+# For each error: the type of the body, the body, and words of the message.
 COMPLETION_ERRORS = {
     "missing": ({}, ["prompt"]),
     "unknown": ({"prompt": "a", "temprature": 1}, ["temprature=1"]),
@@ -209,7 +209,8 @@ def test_whole_numbers_and_null():
     assert type(request.n) is type(request.max_tokens) is int
     body = b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": 1.0, "b": null}}'
     variables = read_body(ChatCompletionRequest, body, CONFIG).chat_template_kwargs
-    assert variables == {"a": 1.0, "b": None} and isinstance(variables["a"], float)  # as the template would write them
+    # as a template would write the numbers
+    assert variables == {"a": 1.0, "b": None} and isinstance(variables["a"], float)
 
 
 # --- fields of other servers ------------------------------------------------------------------------------------------
@@ -256,7 +257,7 @@ def test_other_values_of_unknown_fields_are_refused(kind):
         *[("guided_decoding_backend", "xgrammar"), ("guidance_scale", 1.0), ("custom_logit_processor", "")],
     ],
 )
-def test_accepts_settings_that_are_off_in_other_servers(name, value):
+def test_accepts_disabled_settings_of_other_servers(name, value):
     assert is_neutral(name, value) and not is_neutral(name, "other")
 
 

@@ -1,4 +1,4 @@
-"""What is counted, and when."""
+"""Metrics: time between tokens."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from eqx_decoders.serving.http.metrics import Metrics, RequestTimer
 pytest.importorskip("prometheus_client")
 
 
-def test_time_between_tokens_that_come_together_is_shared_among_them(monkeypatch):
+def test_time_between_tokens_is_divided_among_tokens_of_one_step(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("eqx_decoders.serving.http.metrics.time.monotonic", lambda: now[0])
     metrics = Metrics("m", EngineStats)

@@ -1,4 +1,4 @@
-"""The description of the API: made from the types that bodies are read with, so it names all that is taken."""
+"""The OpenAPI description, which is generated from the types that parse request bodies."""
 
 import json
 from collections.abc import Iterator
@@ -28,12 +28,13 @@ def references(value) -> Iterator[str]:
             yield from references(each)
 
 
-def test_the_description_is_complete(described):
+def test_description_is_complete(described):
     assert described["openapi"] == "3.1.0" and set(described["info"]) == {"title", "version"}
     schemas = described["components"]["schemas"]
     assert set(described) == {"openapi", "info", "paths", "components"}
     mentioned = set(references(described))
-    assert mentioned == {f"#/components/schemas/{name}" for name in schemas}  # none is missing, none is idle
+    # no reference is missing, and no definition is unused
+    assert mentioned == {f"#/components/schemas/{name}" for name in schemas}
     paths = {(method, path) for path, item in described["paths"].items() for method in item}
     assert paths == {(each.method.lower(), each.path.replace(":path", "")) for each in OPERATIONS}
     for each in (operation for item in described["paths"].values() for operation in item.values()):
@@ -42,17 +43,17 @@ def test_the_description_is_complete(described):
 
 
 @pytest.mark.parametrize("path", [each.path for each in OPERATIONS if each.request is not None])
-def test_every_field_of_a_request_is_named_and_no_other_is_taken(described, path):
+def test_description_lists_exactly_the_accepted_fields(described, path):
     (operation,) = (each for each in OPERATIONS if each.path == path)
     body = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     schema = described["components"]["schemas"][body["$ref"].rpartition("/")[2]]
     assert set(schema["properties"]) == set(fields_of(operation.request)) and schema["additionalProperties"] is False
     assert "model" in schema["properties"] and len(schema["properties"]) > 2
-    for name, field in schema["properties"].items():  # each says what it takes
+    for name, field in schema["properties"].items():  # every field has a description or a reference
         assert "description" in json.dumps(field) or "$ref" in json.dumps(field), name
 
 
-def test_requests_need_a_key_where_the_server_does(described):
+def test_description_requires_a_key_if_the_server_does(described):
     assert described["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
     for each in OPERATIONS:
         (operation,) = described["paths"][each.path.replace(":path", "")].values()

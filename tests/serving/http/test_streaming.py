@@ -1,4 +1,4 @@
-"""Server-sent events, and streams that are silent."""
+"""Server-sent events, and keep-alive pings in idle streams."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ from eqx_decoders.serving.http.streaming import EventStream, event
 
 
 def messages_of(response) -> list[dict]:
-    """What an application sends of a response to a client that stays."""
+    """Return the ASGI messages that an application sends to a connected client."""
     messages = []
 
     async def run() -> None:
@@ -30,7 +30,7 @@ def test_escapes_line_separators_in_events():
     assert content.splitlines() == [content.rstrip("\n"), ""] and json.loads(content[6:]) == {text: [text]}
 
 
-def test_silent_streams_send_pings_and_are_closed(monkeypatch):
+def test_idle_streams_send_pings_and_are_closed(monkeypatch):
     monkeypatch.setattr(streaming, "PING_SECONDS", 0.02)
     closed = []
 

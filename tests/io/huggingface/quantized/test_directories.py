@@ -1,4 +1,4 @@
-"""Quantized checkpoints give the numbers of transformers, and unknown or inconsistent ones are refused."""
+"""Quantized checkpoints equal the dequantized weights of transformers, and inconsistent checkpoints are refused."""
 
 import json
 import shutil
@@ -47,14 +47,14 @@ def raw_tensors(directory) -> dict[str, np.ndarray]:
     return {name: whole(tensor) for name, tensor in stored_tensors(Directory(directory)).items()}
 
 
-def meant(folder, tensors, scheme) -> dict[str, np.ndarray]:
+def dequantized_tensors(folder, tensors, scheme) -> dict[str, np.ndarray]:
     """Return the dequantized tensors of a file with these tensors."""
     write(folder / "model.safetensors", tensors)
     (folder / "config.json").write_text(json.dumps({"quantization_config": scheme}))
     return {name: whole(tensor) for name, tensor in checkpoint_tensors(Directory(folder)).items()}
 
 
-def edited(name, folder, change=lambda tensors: tensors, **quantization) -> Path:
+def edited_copy(name, folder, change=lambda tensors: tensors, **quantization) -> Path:
     """Copy a fixture with changed tensors and changed settings of its quantization (Ellipsis removes one)."""
     directory = Path(shutil.copytree(FIXTURES / name, folder / name))
     content = json.loads((directory / "config.json").read_text())
@@ -94,7 +94,7 @@ def test_fp4_equals_its_definition(tmp_path):
 
     blocks = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16).repeat(255, axis=1)
     scales = np.arange(255, dtype=np.uint8).reshape(1, 255, 1).repeat(16, axis=2)
-    found = meant(tmp_path, {"w_blocks": blocks, "w_scales": scales}, MXFP4)["w"]
+    found = dequantized_tensors(tmp_path, {"w_blocks": blocks, "w_scales": scales}, MXFP4)["w"]
     inner = np.array([number(bits) for byte in range(256) for bits in (byte & 15, byte >> 4)])
     with np.errstate(over="ignore"):
         wanted = (inner[:, None] * 2.0 ** (np.arange(255) - 127)).astype(np.float32)
@@ -117,7 +117,7 @@ def test_fp8_equals_its_definition(kind, tmp_path):
     }[kind]
     scheme = FP8 | dict(weight_block_size=[8, 5]) | (dict(scale_fmt="ue8m0") if kind == "uint8" else {})
     stack = {"w": values, "w_scale_inv": scales}
-    found = meant(tmp_path, stack | {"one": values[1], "one_scale_inv": scales[1]}, scheme)
+    found = dequantized_tensors(tmp_path, stack | {"one": values[1], "one_scale_inv": scales[1]}, scheme)
     assert set(found) == {"w", "one"}
     factors = 2.0 ** (power.astype(np.float32) - 127) if kind in ("e8m0", "uint8") else scales.astype(np.float32)
     for where in np.ndindex(values.shape):
@@ -148,7 +148,7 @@ def test_fp8_with_one_scale_per_matrix_or_row(number, block, end, tmp_path):
     for scheme in ("static", "dynamic"):
         folder = tmp_path / scheme
         folder.mkdir()
-        found = meant(folder, tensors, FP8 | dict(weight_block_size=block, activation_scheme=scheme))
+        found = dequantized_tensors(folder, tensors, FP8 | dict(weight_block_size=block, activation_scheme=scheme))
         assert set(found) == {"experts.w", "one.weight"}
         spread = scales.reshape(2, -1, 1) * np.ones((2, 6, 1), np.float32)
         assert same(found["experts.w"], stack.astype(np.float32) * spread)
@@ -168,7 +168,7 @@ def test_sharded_weights_equal_those_on_one_device(name):
 @pytest.mark.slow
 def test_dtype_argument_selects_the_dtype():
     exact = named_leaves(ed.load_hf(FIXTURES / NAMES[0]))
-    for dtype in ("bfloat16", None):  # the numbers of MXFP4 are numbers of bfloat16
+    for dtype in ("bfloat16", None):  # MXFP4 values are exact in bfloat16
         for path, leaf in named_leaves(ed.load_hf(FIXTURES / NAMES[0], dtype=dtype)).items():
             assert leaf.dtype == jnp.bfloat16
             assert np.array_equal(leaf.astype(jnp.float32), exact[path]), path
@@ -221,8 +221,8 @@ def test_a_dense_model_in_fp8(tmp_path):
         return scaled(tensors, lambda name, x, _, spread: {name: x.astype(np.float32) * spread})
 
     ignored = dict(ignored_layers=["lm_head"], modules_to_not_convert=None)
-    model = ed.load_hf(edited("mistral_window", tmp_path / "fp8", quantised, **FP8, **ignored))
-    plain = edited("mistral_window", tmp_path / "plain", rounded)
+    model = ed.load_hf(edited_copy("mistral_window", tmp_path / "fp8", quantised, **FP8, **ignored))
+    plain = edited_copy("mistral_window", tmp_path / "plain", rounded)
     content = json.loads((plain / "config.json").read_text())
     (plain / "config.json").write_text(json.dumps(content | {"quantization_config": None}))
     exact, before = named_leaves(ed.load_hf(plain)), named_leaves(ed.load_hf(FIXTURES / "mistral_window"))
@@ -231,7 +231,7 @@ def test_a_dense_model_in_fp8(tmp_path):
         assert np.array_equal(leaf, before[path]) == (not path.endswith(PROJECTIONS)), path
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refused checkpoints ---------------------------------------------------------------------------------------------
 
 
 def drop(end):
@@ -285,9 +285,9 @@ FAST = ("hqq", "aqlm", "no method", "a list", "unknown key", "no list", "no sche
 
 @pytest.mark.slow(fast=FAST)
 @pytest.mark.parametrize("name", BROKEN)
-def test_refused_before_a_weight_is_read(name, tmp_path, monkeypatch):
+def test_errors_are_raised_before_reading_weights(name, tmp_path, monkeypatch):
     fixture, breaks, settings, named = BROKEN[name]
-    directory = edited(NAMES[fixture], tmp_path, breaks, **settings)
+    directory = edited_copy(NAMES[fixture], tmp_path, breaks, **settings)
 
     def read(self, part):
         raise AssertionError("a weight was read")
@@ -298,8 +298,8 @@ def test_refused_before_a_weight_is_read(name, tmp_path, monkeypatch):
             read_in(directory)
 
 
-def test_eight_bits_need_a_scheme(tmp_path):
-    directory = edited("deepseek3_fp8", tmp_path)
+def test_8_bit_weights_need_a_quantization_config(tmp_path):
+    directory = edited_copy("deepseek3_fp8", tmp_path)
     content = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(content | {"quantization_config": None}))
     with refused(ed.ConversionError, DOWN, "F8_E4M3", "quantization_config"):
@@ -312,7 +312,7 @@ ODD = (None, 0, -1, 1.5, True, "", "fp8", "mxfp4", [], [1], [1, 1], [True, 1], [
 
 
 @pytest.mark.parametrize("scheme", [FP8 | dict(scale_fmt="ue8m0", expert_dtype="fp8"), MXFP4], ids=["fp8", "mxfp4"])
-def test_odd_settings_are_read_or_refused(scheme):
+def test_unusual_settings_are_read_or_refused(scheme):
     errors = []
     for key in (*scheme, "x"):
         for value in ODD:

@@ -1,7 +1,7 @@
 """NVFP4, MXFP8, ModelOpt and bitsandbytes: weights equal those of the packages that wrote them and stay quantized.
 
-`tests/fixtures/few_bits.npz` has a matrix of each format with its numbers in float32, from bitsandbytes 0.50.2 and
-compressed-tensors 0.20 (torch, CPU).
+`tests/fixtures/few_bits.npz` has a quantized matrix of each format and its float32 values, computed with bitsandbytes
+0.50.2 and compressed-tensors 0.20 (torch, CPU).
 """
 
 import json
@@ -36,7 +36,7 @@ NVFP4, MXFP8 = compressed("nvfp4-pack-quantized", 4, 16), compressed("mxfp8-quan
 SCHEMES = dict.fromkeys(("nf4", "nf4_nested", "nf4_odd", "fp4"), FOUR) | {"int8": EIGHT, "nvfp4": NVFP4, "mxfp8": MXFP8}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "producer": {"name": "modelopt"}}
 
-Typed = tuple[str, np.ndarray]  # a tensor's dtype in files, and its bits
+Typed = tuple[str, np.ndarray]  # dtype name in the file, and the bits
 
 
 def write(folder: Path, tensors: dict[str, Typed], config: dict) -> Path:
@@ -61,7 +61,7 @@ def test_weights_equal_those_of_the_package(name, tmp_path):
     folder = write(tmp_path, stored(name), {"quantization_config": SCHEMES[name]})
     tensors, want = checkpoint_tensors(Directory(folder)), FIXTURE[f"{name}/want"]
     assert list(tensors) == ["m.weight"]
-    close = dict(rtol=2e-7, atol=0) if name == "int8" else dict(rtol=0, atol=0)  # it multiplies by 1 / 127
+    close = dict(rtol=2e-7, atol=0) if name == "int8" else dict(rtol=0, atol=0)  # the package multiplies by 1 / 127
     assert_allclose(tensors["m.weight"].read_all(), want, **close)
     rng = np.random.default_rng(0)
     for _ in range(10):
@@ -83,8 +83,8 @@ def test_bitsandbytes_stores_bytes_as_any_dtype(name, dtype, size, tmp_path):
 
 
 @pytest.mark.parametrize("own_file", [False, True])
-def test_modelopt_multiplies_by_its_factor(own_file, tmp_path):
-    """The settings stand in config.json, or in a file of ModelOpt's."""
+def test_modelopt_multiplies_by_the_global_scale(own_file, tmp_path):
+    """The settings are in config.json, or in ModelOpt's own file."""
     rows = stored("nvfp4")
     factor = np.float32(0.375)
     tensors = {"m.weight": rows["m.weight_packed"], "m.weight_scale": rows["m.weight_scale"]}
@@ -114,7 +114,7 @@ def test_fp8_of_modelopt(shape, tmp_path):
 
 
 def random_parts(kind: str, rng: np.random.Generator, rows: int, columns: int) -> dict[str, Typed]:
-    """The tensors of a matrix, with random bits."""
+    """Return the stored tensors of a matrix, with random bits."""
     octets = rng.integers(0, 256, (rows, columns // 2), dtype=np.uint8)
     small = rng.integers(40, 60, (rows, columns // 16), dtype=np.uint8)
     if kind == "nvfp4":
@@ -140,8 +140,8 @@ def random_parts(kind: str, rng: np.random.Generator, rows: int, columns: int) -
     [("nvfp4", NVFP4, "uint4"), ("modelopt", MODELOPT, "uint4"), ("mxfp8", MXFP8, "uint8"), ("nf4", FOUR, "nf4")],
     ids=["nvfp4", "modelopt", "mxfp8", "nf4"],
 )
-def test_weights_stay_in_few_bits(kind, scheme, form, tmp_path):
-    """Kept and then expanded they are those that are expanded at once."""
+def test_weights_stay_quantized(kind, scheme, form, tmp_path):
+    """Quantized weights equal the weights that are dequantized during loading."""
     sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, vocab_size=32)
     config = {"model_type": "llama", **sizes, "tie_word_embeddings": True}
     family, rng = FAMILIES["llama"], np.random.default_rng(0)

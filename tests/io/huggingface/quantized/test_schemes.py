@@ -1,4 +1,4 @@
-"""Published quantization formats are read as defined, kept bit by bit, and written so that they are read again."""
+"""Published quantization formats: read by their definition, kept without change, written and read again."""
 
 import json
 import shutil
@@ -50,8 +50,8 @@ def raw_tensors(directory) -> dict[str, np.ndarray]:
     return {name: tensor.read_all() for name, tensor in stored_tensors(Directory(directory)).items()}
 
 
-def words(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """Along the last dimension: one long number in binary, its lowest bits the first number, cut into int32."""
+def pack_bits(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """Pack the last dimension: concatenate the bits of all values, lowest bits first, and split them into int32."""
     count, found = -(-numbers.shape[-1] * bits // 32), []
     for row in numbers.reshape(-1, numbers.shape[-1]):
         whole = sum(int(number) << bits * place for place, number in enumerate(row))
@@ -59,7 +59,7 @@ def words(numbers: np.ndarray, bits: int) -> np.ndarray:
     return np.array(found, np.uint32).view(np.int32).reshape(*numbers.shape[:-1], count)
 
 
-# --- formats: a module's tensors, and the matrix [out, in] that they stand for ---
+# --- formats: the stored tensors of a module, and the matrix [out, in] that they represent ---
 
 
 def rng_of(name: str) -> np.random.Generator:
@@ -76,8 +76,8 @@ def gptq(bits=4, group=8, plain=False, shuffled=False) -> Callable[[str, np.ndar
         places = np.arange(rows) // each
         places = rng.permutation(places) if shuffled else places
         found = {
-            "qweight": np.ascontiguousarray(words(numbers.T, bits).T),
-            "qzeros": words(zeros - (not plain), bits),
+            "qweight": np.ascontiguousarray(pack_bits(numbers.T, bits).T),
+            "qzeros": pack_bits(zeros - (not plain), bits),
             "scales": scales,
             "g_idx": places.astype(np.int32),
             "bias": np.zeros(columns, np.float16),
@@ -103,8 +103,8 @@ def awq(name, w) -> Stored:
     return {"qweight": packed(numbers), "qzeros": packed(zeros), "scales": scales}, wide.T
 
 
-def plainly(kind="int8", scales="channel", zeros=False) -> Callable[[str, np.ndarray], Stored]:
-    """compressed-tensors' `int-quantized` and `float-quantized`; FBGEMM's, too."""
+def unpacked(kind="int8", scales="channel", zeros=False) -> Callable[[str, np.ndarray], Stored]:
+    """Store in the formats `int-quantized` and `float-quantized` of compressed-tensors, or in FBGEMM's format."""
 
     def store(name, w):
         rng, (rows, columns) = rng_of(name), w.shape
@@ -124,7 +124,7 @@ def plainly(kind="int8", scales="channel", zeros=False) -> Callable[[str, np.nda
 
 
 def packed(bits=4, group: int | None = 8, zeros=False, shuffled=False) -> Callable[[str, np.ndarray], Stored]:
-    """compressed-tensors' `pack-quantized`."""
+    """Store in the format `pack-quantized` of compressed-tensors."""
 
     def store(name, w):
         rng, (rows, columns), half = rng_of(name), w.shape, 2 ** (bits - 1)
@@ -135,11 +135,11 @@ def packed(bits=4, group: int | None = 8, zeros=False, shuffled=False) -> Callab
         places = np.arange(columns) // each
         places = rng.permutation(places) if shuffled else places
         found = {
-            "weight_packed": words(numbers + half, bits),
+            "weight_packed": pack_bits(numbers + half, bits),
             "weight_scale": factors,
             "weight_shape": np.array(w.shape, np.int64),
         }
-        found |= {"weight_zero_point": np.ascontiguousarray(words(points.T + half, bits).T)} if zeros else {}
+        found |= {"weight_zero_point": np.ascontiguousarray(pack_bits(points.T + half, bits).T)} if zeros else {}
         found |= {"weight_g_idx": places.astype(np.int32)} if shuffled else {}
         return found, (numbers - points[:, places]).astype(np.float32) * factors.astype(np.float32)[:, places]
 
@@ -164,24 +164,24 @@ def compressed(form, **weights) -> dict[str, Any]:
 GPTQ = dict(quant_method="gptq", bits=4, group_size=8, desc_act=False, sym=False, damp_percent=0.1)
 AWQ = dict(quant_method="awq", bits=4, group_size=8, zero_point=True, version="gemm", modules_to_not_convert=None)
 INT8, FP8 = dict(num_bits=8), dict(num_bits=8, type="float")
-FORMATS: dict[str, tuple[Callable, dict[str, Any], str | None]] = {  # the last: dtype of kept values
+FORMATS: dict[str, tuple[Callable, dict[str, Any], str | None]] = {  # the last entry: dtype of quantized values
     "gptq": (gptq(), GPTQ, "int4"),
     "gptq_v2": (gptq(plain=True, bits=8, group=-1), GPTQ | dict(format="gptq_v2", bits=8, group_size=-1), "int8"),
     "gptq in another order": (gptq(shuffled=True), GPTQ | dict(desc_act=True), None),
     "awq": (awq, AWQ, "int4"),
-    "int8": (plainly(), compressed("int-quantized", **INT8, strategy="channel"), "int8"),
-    "int8, one scale": (plainly(scales="tensor"), compressed("int-quantized", **INT8, strategy="tensor"), "int8"),
-    "int8 with zeros": (plainly(zeros=True), compressed("int-quantized", **INT8, symmetric=False), "int8"),
-    "fp8": (plainly("fp8"), compressed("float-quantized", **FP8, strategy="channel"), "uint8"),
-    "fp8, one scale": (plainly("fp8", "tensor"), compressed("naive-quantized", **FP8), "uint8"),
-    "fp8 groups": (plainly("fp8", "group"), compressed("float-quantized", **FP8, group_size=8), "uint8"),
+    "int8": (unpacked(), compressed("int-quantized", **INT8, strategy="channel"), "int8"),
+    "int8, one scale": (unpacked(scales="tensor"), compressed("int-quantized", **INT8, strategy="tensor"), "int8"),
+    "int8 with zeros": (unpacked(zeros=True), compressed("int-quantized", **INT8, symmetric=False), "int8"),
+    "fp8": (unpacked("fp8"), compressed("float-quantized", **FP8, strategy="channel"), "uint8"),
+    "fp8, one scale": (unpacked("fp8", "tensor"), compressed("naive-quantized", **FP8), "uint8"),
+    "fp8 groups": (unpacked("fp8", "group"), compressed("float-quantized", **FP8, group_size=8), "uint8"),
     "fp8 blocks": (
-        plainly("fp8", "block"),
+        unpacked("fp8", "block"),
         compressed("float-quantized", **FP8, block_structure=[16, 12]),
         "uint8",
     ),
     "fp8 blocks, older notation": (
-        plainly("fp8", "block"),
+        unpacked("fp8", "block"),
         compressed("float-quantized", **FP8, block_structure="16x12"),
         "uint8",
     ),
@@ -190,12 +190,12 @@ FORMATS: dict[str, tuple[Callable, dict[str, Any], str | None]] = {  # the last:
     "pack 3 bits": (packed(bits=3), compressed("pack-quantized", num_bits=3, group_size=8), "int4"),
     "pack 8 bits": (packed(8, None, True), compressed("pack-quantized", num_bits=8, strategy="channel"), "int8"),
     "pack in another order": (packed(shuffled=True), compressed("pack-quantized", group_size=8), None),
-    "fbgemm": (plainly("fp8"), dict(quant_method="fbgemm_fp8", activation_scale_ub=1200.0), "uint8"),
+    "fbgemm": (unpacked("fp8"), dict(quant_method="fbgemm_fp8", activation_scale_ub=1200.0), "uint8"),
 }  # fmt: skip
 
 
 def quantised(folder: Path, store: Callable, config: dict[str, Any], source: Path = LLAMA) -> tuple[Path, Path]:
-    """A copy of a fixture whose projections are stored in few bits, and one that holds what they stand for."""
+    """Write a fixture with quantized projections, and a fixture with the equal dequantized projections."""
     directories = [Path(shutil.copytree(source, folder / name)) for name in ("few", "plain")]
     for old in [path for each in directories for path in each.glob("model*")]:
         old.unlink()
@@ -226,7 +226,7 @@ def assert_same(one, other) -> None:
 @pytest.mark.slow(fast=("pack in another order",))
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_equal_the_definition(name, tmp_path):
-    """Dequantized at once, and kept and then dequantized, bit by bit."""
+    """Dequantized during loading, or loaded and then dequantized; compared bit by bit."""
     store, config, kept = FORMATS[name]
     few, plain = quantised(tmp_path, store, config)
     want = ed.load_hf(plain)
@@ -241,7 +241,7 @@ def test_weights_equal_the_definition(name, tmp_path):
 
 
 def test_mxfp4_of_compressed_tensors(tmp_path):
-    """With a matrix of its own: 64 features, two scales a row."""
+    """A matrix with 64 features, so that each row has two scales."""
     stored, wide = mxfp4("w", np.zeros((24, 64)))
     config = compressed("mxfp4-pack-quantized", type="float", group_size=32)
     write(tmp_path / "model.safetensors", {f"m.{key}": x for key, x in stored.items()})
@@ -368,8 +368,8 @@ def test_reads_awq_settings_of_gptqmodel(keys, tmp_path):
 
 @pytest.mark.parametrize("kind", ["gptq", "awq"])
 def test_autoround_files_are_read_as_gptq_or_awq(kind, tmp_path):
-    few_bits = {"bits": 8, "group_size": 4} if kind == "gptq" else {"group_size": 8}
-    modules = {"lm_head": {"bits": 16, "data_type": "float"}, "model.layers.0.mlp.down_proj": few_bits}
+    quantized_model = {"bits": 8, "group_size": 4} if kind == "gptq" else {"group_size": 8}
+    modules = {"lm_head": {"bits": 16, "data_type": "float"}, "model.layers.0.mlp.down_proj": quantized_model}
     config = dict(quant_method="auto-round", bits=4, group_size=8, sym=True, data_type="int", iters=200)
     config |= dict(packing_format=f"auto_round:auto_{kind}", extra_config=modules, autoround_version="0.14.2")
     special = gptq(bits=8, group=4) if kind == "gptq" else awq
@@ -382,7 +382,7 @@ def test_autoround_files_are_read_as_gptq_or_awq(kind, tmp_path):
 def test_packing_inverts_reading():
     numbers = np.random.default_rng(0).integers(-8, 8, (3, 12)).astype(np.int8)
     for bits in (4, 8):
-        assert np.array_equal(pack(numbers, bits), words(numbers.astype(int) + 2 ** (bits - 1), bits))
+        assert np.array_equal(pack(numbers, bits), pack_bits(numbers.astype(int) + 2 ** (bits - 1), bits))
     with refused(ed.ConversionError, "save_hf", "zero points", "4 bits"):
         pack(np.array([[8]]), 4)
 
@@ -397,7 +397,7 @@ def test_sharded_weights_equal_those_on_one_device(tmp_path):
 
 
 def test_layers_in_different_formats_are_dequantized(tmp_path):
-    """They are one stack: the weights of which one layer is plain, or has other groups, are arrays."""
+    """Weights are stacked over layers. A weight whose format differs between layers is dequantized."""
 
     def store(name, w):
         if "layers.1.mlp" in name:
@@ -413,7 +413,7 @@ def test_layers_in_different_formats_are_dequantized(tmp_path):
     assert_same(ed.dequantize(model), ed.load_hf(plain))
 
 
-# --- written ---
+# --- writing ---
 
 MIXED = {"*.mlp.*": "int4", "*.query": None, "*.out": "fp8", "*": "fp8_block"}
 WRITTEN = {
@@ -430,7 +430,7 @@ SLOW = {
 EVERY = [*WRITTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
-def few_bits(name: str) -> ed.Decoder:
+def quantized_model(name: str) -> ed.Decoder:
     fixture, modes = (WRITTEN | SLOW)[name]
     if modes is None:
         return ed.load_hf(FIXTURES / fixture, quantized="keep")
@@ -440,9 +440,9 @@ def few_bits(name: str) -> ed.Decoder:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
-def test_written_weights_are_read_again(name, tmp_path):
-    """Bit by bit; and the config names the module of every weight, and of no other."""
-    model = few_bits(name)
+def test_written_weights_round_trip(name, tmp_path):
+    """Compared bit by bit. The config names exactly the modules with quantized weights."""
+    model = quantized_model(name)
     ed.save_hf(model, tmp_path / "new", shard_bytes=20_000)
     again = ed.load_hf(tmp_path / "new", quantized="keep")
     assert_same(again, model)
@@ -462,7 +462,7 @@ def test_written_weights_are_read_again(name, tmp_path):
 
 
 def modules_of(stored, targets) -> set[str]:
-    """The modules that compressed-tensors finds by these words."""
+    """Return the modules that compressed-tensors selects by these targets."""
     import re
 
     modules = {re.sub(r"\.weight\w*$", "", name) for name in stored}
@@ -475,7 +475,7 @@ def modules_of(stored, targets) -> set[str]:
 
 
 def test_written_quantization_config(tmp_path):
-    ed.save_hf(few_bits("mixed"), tmp_path / "new")
+    ed.save_hf(quantized_model("mixed"), tmp_path / "new")
     config = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
     groups = {group["weights"]["strategy"]: group for group in config["config_groups"].values()}
     assert config["quant_method"] == "compressed-tensors" and config["quantization_status"] == "compressed"
@@ -521,7 +521,7 @@ def test_adapters_of_a_quantized_base(tmp_path):
     assert_same(load_peft(base, tmp_path / "adapter"), model)
 
 
-# --- what is refused ---
+# --- refused files ---
 
 
 def drop(end):
@@ -623,6 +623,6 @@ def test_malformed_files_are_refused(name, tmp_path):
         ed.abstract_hf(few, quantized="keep")
 
 
-def test_keep_changes_nothing_without_quantized_weights():
+def test_keep_has_no_effect_without_quantized_weights():
     shapes = ed.abstract_hf(LLAMA, quantized="keep")
     assert jax.tree.structure(shapes) == jax.tree.structure(ed.abstract_hf(LLAMA))

@@ -1,4 +1,4 @@
-"""cuDNN's attention: its arguments, by XLA's form of the same call; what it is asked for; and that "auto" is exact."""
+"""cuDNN attention: arguments of the calls, checked with XLA's version, and its selection by kernel="auto"."""
 
 import dataclasses
 import itertools
@@ -36,7 +36,7 @@ ORDERED = dict.fromkeys(("query_positions", "key_positions"), plain(40))
 
 @pytest.fixture
 def by_xla(monkeypatch):
-    """The same calls, computed by XLA, in float32, too."""
+    """Compute the same calls with XLA, also in float32."""
     table = dataclasses.replace(KERNELS["cudnn"], platforms=("cpu", "gpu"), unsupported=lambda call: None)
     monkeypatch.setitem(KERNELS, "cudnn", table)
     monkeypatch.setattr(cudnn, "IMPLEMENTATION", "xla")
@@ -70,23 +70,23 @@ def results(qkv, places, **options):
         *("packed", "packed spans", "packed bidirectional", "selected", "split"),
     ],
 )
-def test_arguments_say_the_mask(by_xla, mask, places, promises):
-    """Values and gradients are those of `dot`, also of queries that see nothing."""
+def test_arguments_describe_the_mask(by_xla, mask, places, promises):
+    """Values and gradients equal those of `dot`, also for queries without visible keys."""
     qkv = make(places["query_positions"].shape[1], places["key_positions"].shape[1])
     found = results(qkv, places, mask=mask, kernel="cudnn", **dict.fromkeys(promises, True), needs_lse=False)
     same(found, results(qkv, places, mask=mask, kernel="dot"))
 
 
 @pytest.mark.slow
-def test_of_nothing_comes_nothing(by_xla):
+def test_queries_without_visible_keys_give_zeros(by_xla):
     places = {"query_positions": plain(4), "key_positions": plain(6, start=4)}
     out, lse = attend(*make(4, 6), mask=Causal(), **places, kernel="cudnn", needs_lse=False)
     assert not out.any() and jnp.isnan(lse).all()
 
 
 @pytest.mark.parametrize("places", [ORDERED, packed_places(40)], ids=["dense_positions", "packed"])
-def test_what_cudnn_is_asked_for(by_xla, monkeypatch, places):
-    """A window where positions are the indices, a mask otherwise; in both cases, no token sees a later index."""
+def test_arguments_of_the_cudnn_call(by_xla, monkeypatch, places):
+    """A window if positions are the indices, otherwise a mask. In both cases, is_causal is set."""
     asked, product = [], jax.nn.dot_product_attention
 
     def record(*qkv, **options):
@@ -103,7 +103,8 @@ def test_what_cudnn_is_asked_for(by_xla, monkeypatch, places):
     assert (call["mask"] is None) == dense_positions
 
 
-# --- what "auto" takes ---
+# --- selection by "auto"
+# ------------------------------------------------------------------------------------------------
 
 USUAL = dict(
     mask=Causal(), **HOPPER, batch=1, length=4096, kv_length=4096, head_dim=128, value_dim=128,
@@ -112,8 +113,11 @@ USUAL = dict(
 
 
 def exact_by_cudnn(call):
-    """In words of the contract, not of the code: even lengths, without what cuDNN has not got; and what goes beyond
-    indices in a mask of 16-bit numbers, which may take a gigabyte."""
+    """Return whether cuDNN computes a call exactly, according to its documentation.
+
+    Lengths are even, and options that cuDNN does not have are unused. Masks beyond comparisons of indices are 16-bit
+    arrays of at most 1 GiB.
+    """
     if call.needs_lse or call.soft_cap or call.head_dim != call.value_dim or not call.local:
         return False
     if set(call.dtypes) not in ({jnp.bfloat16}, {jnp.float16}) or call.head_dim not in range(8, 257, 8):
@@ -126,8 +130,8 @@ def exact_by_cudnn(call):
     return call.batch * max(1, call.selected_heads) * call.length * call.kv_length * 2 <= 2**30
 
 
-def done_by_triton(call):
-    """Arrays of one device and dtype, no selection, heads of at most 512 bytes where their width is a power of two."""
+def supported_by_triton(call):
+    """Return whether our Triton kernel supports a call: local, one dtype, no selection, at most 512 bytes per head."""
     wide = next(width for width in (64, 128, 256, 512) if width >= max(call.head_dim, call.value_dim))
     one = call.local and not call.selected_heads and len(set(call.dtypes)) == 1
     return one and wide * jnp.dtype(call.dtypes[0]).itemsize <= 512
@@ -151,8 +155,8 @@ VARIANTS = dict(
 
 
 @pytest.mark.slow
-def test_auto_is_exact_in_every_combination():
-    """Over all combinations: it can do the call; on GPU it is cuDNN where that is exact, else ours where that can."""
+def test_auto_selects_an_exact_kernel_for_all_combinations():
+    """The selected kernel supports the call. On GPU, it is cuDNN if cuDNN is exact, otherwise ours if supported."""
     taken = {}
     for mask, positions, sizes, dtypes, rest, platform in itertools.product(*VARIANTS.values()):
         call = AttentionCall(
@@ -164,7 +168,7 @@ def test_auto_is_exact_in_every_combination():
         short = min(call.length, call.kv_length) < (32 if platform == "cpu" else 512)
         assert (name == "dot") == short
         if platform == "gpu" and not short:
-            other = "triton" if done_by_triton(call) else "chunked"
+            other = "triton" if supported_by_triton(call) else "chunked"
             assert name == ("cudnn" if exact_by_cudnn(call) else other), call
     assert taken == {
         "gpu": {"dot", "cudnn", "triton", "chunked"},
@@ -177,8 +181,8 @@ def test_auto_is_exact_in_every_combination():
     ("device", "capability", "largest"),
     [("9.0", (9, 0), 256), ("12.0", (12, 0), 256), ("8.6", (8, 6), 128), ("gfx942", None, 0), (None, None, 0)],
 )
-def test_head_dims_of_devices(device, capability, largest):
-    """By the compute capability; others than NVIDIA's have none."""
+def test_maximum_head_dim_depends_on_the_device(device, capability, largest):
+    """The compute capability determines the maximum. Devices of other vendors do not use cuDNN."""
     kind = type("Device", (), {} if device is None else {"compute_capability": device})
     assert compute_capability(kind()) == capability
     for dim in (64, 128, 192, 256, 264):
@@ -186,8 +190,8 @@ def test_head_dims_of_devices(device, capability, largest):
         assert select_kernel(AttentionCall(**USUAL | sizes)) == ("cudnn" if dim <= largest else "chunked")
 
 
-def test_devices_of_a_mesh_are_asked(monkeypatch):
-    """Not those of this process: a mesh may be of others, to compile for."""
+def test_platform_is_read_from_the_mesh(monkeypatch):
+    """The devices of the mesh can differ from the devices of the process, for compilation."""
     calls = []
     layout = ed.Layout.create(data=2, devices=jax.devices()[:2])
     device = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
@@ -224,13 +228,13 @@ def test_refusals():
         call(dense_positions=True)
 
 
-# --- what layers promise ---
+# --- calls of the layers --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow(fast=("sinks",))
 @pytest.mark.parametrize("mixer", ["attention", "sinks", "latent"])
-def test_what_layers_say_of_their_calls(monkeypatch, mixer):
-    """Positions are dense where nobody gave positions; lse is read where there is a past, or a sink."""
+def test_layers_describe_their_attention_calls(monkeypatch, mixer):
+    """Positions are dense if none are given. The log-sum-exp is needed with a past or a sink."""
     options: dict[str, Any] = dict(head_dim=8, num_kv_heads=1, num_heads=2)
     kinds = {"attention": AttentionConfig(**options), "sinks": AttentionConfig(**options, sinks=True)}
     kinds["latent"] = LatentAttentionConfig(num_heads=2, q_rank=None, kv_rank=8, nope_dim=8, rope_dim=4, value_dim=8)

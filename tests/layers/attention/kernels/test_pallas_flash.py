@@ -1,4 +1,4 @@
-"""Our flash kernels, interpreted: they are the plain one in values and gradients, and do no more than they have to."""
+"""Our flash kernels in interpret mode: values and gradients equal the plain kernel, and invisible tiles are skipped."""
 
 import dataclasses
 import functools
@@ -30,7 +30,8 @@ from tests.layers.attention.kernels.test_registry import all_of, make, packed_pl
 from tests.programs import tpu_devices
 
 
-DIMS = [(64, 64, 4), (128, 128, 4), (256, 256, 4), (192, 128, 16)]  # of keys, of values, and how many heads these have
+# head_dim of keys, head_dim of values, and number of heads
+DIMS = [(64, 64, 4), (128, 128, 4), (256, 256, 4), (192, 128, 16)]
 NAMES = ("query_positions", "key_positions", "query_segments", "key_segments", "query_spans")
 
 
@@ -40,7 +41,7 @@ slow = pytest.mark.slow
 
 
 def interpret(patch):
-    """The kernels run on CPU, in small blocks."""
+    """Run the kernels on CPU with small tiles."""
     for name in ("interval", "triton"):
         patch.setitem(
             KERNELS,
@@ -62,7 +63,7 @@ def interpreted():
     all_of.clear_cache()
 
 
-def both(kernel, qkv, places, **options):
+def kernel_and_dot(kernel, qkv, places, **options):
     weights = weights_for(qkv)
     return tuple(all_of(qkv, weights, places, kernel=name, **options) for name in (kernel, "dot"))
 
@@ -72,7 +73,7 @@ def zigzag(places, order):
 
 
 def layouts(length):
-    """Packed rows with padding; the same out of order; in huge numbers; rows and whole blocks that see nothing."""
+    """Yield positions: packed rows with padding, another order, huge values, and rows without visible keys."""
     places = packed_places(length)
     yield places
     halves = np.concatenate([np.arange(length // 4), np.arange(3 * length // 4, length)])
@@ -95,10 +96,10 @@ def layouts(length):
     ],
 )
 def test_flash_matches_dot(kernel, mask, soft_cap):
-    """An odd length, three query heads a key head, narrow values."""
+    """An odd length, three query heads per key head, values narrower than keys."""
     qkv = make(421, heads=3, kv_heads=1, value_dim=5)
     for places in layouts(421):
-        same(*both(kernel, qkv, places, mask=mask, soft_cap=soft_cap))
+        same(*kernel_and_dot(kernel, qkv, places, mask=mask, soft_cap=soft_cap))
 
 
 @pytest.mark.slow
@@ -111,8 +112,8 @@ def test_flash_matches_dot(kernel, mask, soft_cap):
         ("triton", False),
     ],
 )
-def test_keys_differ_from_queries(kernel, spans):
-    """A ring of slots in any order, some of them empty, without segments; spans that reach ahead."""
+def test_keys_of_a_rolling_cache(kernel, spans):
+    """Slots in any order, some of them empty, without segments; spans that include later tokens."""
     qkv = make(140, 333, heads=4, kv_heads=2, value_dim=11)
     order = np.random.default_rng(0).permutation(333)
     slots = np.where(order % 7 == 3, -1, order)[None].repeat(2, 0)
@@ -120,11 +121,11 @@ def test_keys_differ_from_queries(kernel, spans):
     if spans:
         first = jnp.where(plain(140) < 60, 190, jnp.where(plain(140) < 70, -1, 225))
         places["query_spans"] = Spans(jnp.where(first < 0, -1, first + 60))
-    same(*both(kernel, qkv, places, mask=SlidingWindow(40)))
+    same(*kernel_and_dot(kernel, qkv, places, mask=SlidingWindow(40)))
 
 
 def groups_of(length, count, seed=5):
-    """The group of each key: runs of some tokens, of which some are in none, and the last has no other number."""
+    """Return the group of each key: groups are runs of tokens; some tokens belong to no group."""
     random = np.random.default_rng(seed)
     runs = np.sort(random.integers(0, length, (2, 3 * count - 1)), axis=1)
     numbers = random.permutation(3 * count) % count
@@ -132,7 +133,7 @@ def groups_of(length, count, seed=5):
 
 
 def near_selection(kind, length, heads):
-    """Keys near half a query's place, and some of the first; or groups, of which half of the heads choose few."""
+    """Select keys near half of the query's index and some first keys, or groups; half of the heads select few."""
     random = np.random.default_rng(3)
     if kind == "keys":
         here, there = np.arange(length)[:, None], np.arange(length)[None]
@@ -140,7 +141,7 @@ def near_selection(kind, length, heads):
         return jnp.asarray((near | (there < 3)) & (random.random((2, heads, length, length)) < 0.5))
     chosen = random.random((2, heads, length, 40)) < 0.3
     chosen[:, ::2] &= np.arange(40)[None] == np.arange(length)[:, None] // 64
-    chosen[0, :, 130:260] = False  # a whole block of queries chooses nothing
+    chosen[0, :, 130:260] = False  # these queries select nothing
     groups = np.where(np.arange(length) < 256, groups_of(length, 40), -1)
     return Selection(pack_groups(jnp.asarray(chosen)), jnp.asarray(groups, jnp.int32))
 
@@ -157,15 +158,17 @@ def near_selection(kind, length, heads):
     ],
 )
 def test_selections(kind, heads, fits, monkeypatch):
-    """Of keys and of groups of keys, for all heads and for each; all rows at once, and row by row where tables are
-    large; three query heads a key head, narrow values, a soft cap."""
+    """Keys and groups of keys, for all heads together or per head, with three query heads per key head and a soft cap.
+
+    Tables that are too large are processed row by row.
+    """
     if not fits:
         monkeypatch.setattr(pallas_flash_tpu, "SCALAR_BYTES", 0)
     qkv, chosen = make(421, heads=6, value_dim=5), near_selection(kind, 421, heads)
     places = packed_places(421) | {"selected": chosen}
     weights, options = weights_for(qkv), dict(mask=Causal(), soft_cap=2.0)
     dot = all_of(qkv, weights, places, kernel="dot", **options)
-    poisoned = (qkv[0], *(x.at[:, 256:].set(jnp.nan) for x in qkv[1:]))  # of these nobody chooses any
+    poisoned = (qkv[0], *(x.at[:, 256:].set(jnp.nan) for x in qkv[1:]))  # keys that are never selected
     same(all_of(poisoned, weights, places, kernel="interval", **options), dot)
     dense = all_of(qkv, weights, packed_places(421), kernel="dot", **options)
     assert all(
@@ -175,7 +178,7 @@ def test_selections(kind, heads, fits, monkeypatch):
 
 @functools.partial(jax.jit, static_argnames=("keys_held",))
 def listed(places, chosen, *, keys_held):
-    """Tiles that are listed, [batch, heads, queries, keys], and that are seen; whether lists have numbers of blocks."""
+    """Return the listed tiles [batch, heads, queries, keys], the visible tiles, and whether all indices are valid."""
     sizes = TileSizes(held=256, streamed=128)
     plan = pallas_flash_tiles.FlashPlan(
         mask=Causal(),
@@ -205,7 +208,7 @@ def listed(places, chosen, *, keys_held):
 @pytest.mark.parametrize("keys_held", [False, True])
 @pytest.mark.parametrize(("kind", "heads"), [("keys", 1), ("groups", 6)])
 def test_lists_only_tiles_with_selected_pairs(kind, heads, keys_held):
-    """Against a count in NumPy: each tile that may be seen and was chosen, once, and no other."""
+    """Compared with NumPy: each visible and selected tile is listed exactly once."""
     chosen, places = near_selection(kind, 640, heads), packed_places(640)
     found, seen, inside = map(np.asarray, listed(places, chosen, keys_held=keys_held))
     queries, keys = (128, 256) if keys_held else (256, 128)
@@ -215,8 +218,8 @@ def test_lists_only_tiles_with_selected_pairs(kind, heads, keys_held):
     assert inside and found.sum() < 0.95 * heads * seen.sum() and found.sum((2, 3)).min() > 0
 
 
-def test_lists_that_do_not_fit_are_refused():
-    """Of very long rows, for each of very many heads."""
+def test_tile_lists_beyond_the_scalar_memory_are_refused():
+    """Very long rows with a selection for each of many heads."""
     shape = dict(batch=1, length=2**16, kv_length=2**16, head_dim=128, value_dim=128, dtypes=(jnp.bfloat16,) * 3)
     call = AttentionCall(mask=Causal(), **shape, selected_heads=1, platform="tpu", local=True)
     assert pallas_flash_tpu.unsupported(call) is None
@@ -229,31 +232,31 @@ def test_lists_that_do_not_fit_are_refused():
 
 def test_runs_sequences_separately_if_tables_do_not_fit(monkeypatch):
     monkeypatch.setattr(pallas_flash_tpu, "SCALAR_BYTES", 0)
-    same(*both("interval", make(24), packed_places(24), mask=Causal()))
+    same(*kernel_and_dot("interval", make(24), packed_places(24), mask=Causal()))
 
 
 @slow
 @KERNEL
 def test_one_token(kernel):
     places = {"query_positions": plain(1, start=4), "key_positions": plain(9)}
-    same(*both(kernel, make(1, 9), places, mask=Causal()))
+    same(*kernel_and_dot(kernel, make(1, 9), places, mask=Causal()))
 
 
 @slow
 @pytest.mark.parametrize("dims", [(16, 16), (24, 16)])
-def test_widths_of_triton(dims):
-    """Widths that are powers of two, which no tile fills up, and those of latent attention."""
+def test_head_dims_of_triton(dims):
+    """Powers of two, which need no padding, and the head dims of latent attention."""
     dim, value_dim = dims
     qkv = make(140, dim=dim, value_dim=value_dim)
-    same(*both("triton", qkv, packed_places(140), mask=Causal()))
+    same(*kernel_and_dot("triton", qkv, packed_places(140), mask=Causal()))
 
 
 @slow
 @pytest.mark.parametrize(
     ("kernel", "dtype"), [("interval", jnp.bfloat16), ("triton", jnp.bfloat16), ("triton", jnp.float16)]
 )
-def test_half_precision_stays_near(kernel, dtype):
-    """Of one document, whose keys are filled up to whole blocks: what is filled in is not seen."""
+def test_half_precision_is_close_to_float32(kernel, dtype):
+    """One document whose keys are padded to full tiles. The padding is invisible."""
     qkv, places = make(270), dict.fromkeys(NAMES[:2], plain(270))
     places |= {"selected": near_selection("groups", 270, 4)} if kernel == "interval" else {}
     low, options = tuple(x.astype(dtype) for x in qkv), dict(mask=Causal(), soft_cap=5.0)
@@ -264,7 +267,7 @@ def test_half_precision_stays_near(kernel, dtype):
 
 
 NONE, START, NEXT, FAR = (np.full(256, -1), *(np.arange(256) + first for first in (0, 256, 1000)))
-# Of each row the queries' positions and segments, and the keys', 256 of each at a time.
+# For each row: positions and segments of queries and of keys, 256 tokens per entry.
 ROWS = {
     "padding at the end": ([START, NEXT, NONE], [0, 0, 0], [START, NEXT, NONE], [0, 0, 0]),
     "another document": ([START, NEXT, NONE], [2, 2, 2], [START, START, NEXT], [1, 2, 2]),
@@ -277,7 +280,7 @@ ROWS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["interval", "triton"])
 def test_does_not_read_invisible_tiles(kernel):
-    """NaN in them changes no bit, whatever keeps them from being seen."""
+    """NaN in invisible tiles changes no bit, for every reason that makes a tile invisible."""
     parts = zip(*ROWS.values(), strict=True)
     rows = [np.stack([np.concatenate([np.broadcast_to(x, 256) for x in row]) for row in part]) for part in parts]
     query_positions, query_segments, key_positions, key_segments = (jnp.asarray(x, jnp.int32) for x in rows)
@@ -298,7 +301,7 @@ def test_does_not_read_invisible_tiles(kernel):
 
 @functools.partial(jax.jit, static_argnames=("mask", "keys_held"))
 def schedule(places, *, mask, keys_held):
-    """Which tiles are read, which count, which need no mask, which follow one another so: [batch, queries, keys]."""
+    """Return the tiles that are read, that are visible, that need no mask, and that are in the unmasked run."""
     plan = pallas_flash_tiles.FlashPlan(
         mask=mask,
         soft_cap=None,
@@ -325,7 +328,7 @@ def schedule(places, *, mask, keys_held):
 
 
 def first_run(whole):
-    """The first tiles of each row that follow one another and are whole."""
+    """Return the first run of consecutive complete tiles of each row."""
     run = np.zeros_like(whole)
     for index in np.ndindex(*whole.shape[:2]):
         at = whole[index].argmax()
@@ -346,7 +349,7 @@ def first_run(whole):
     ],
 )
 def test_schedule_contains_the_visible_tiles(mask):
-    """Against a count in NumPy: none is missed, and those that all see are known, also past the numbers of `_code`."""
+    """Compared with NumPy: no visible tile is missing, and fully visible tiles are recognized."""
     for at, places in enumerate(layouts(416)):
         seen = np.asarray(visible(mask, *(places[name] for name in NAMES[:4])))
         for keys_held in (False, True):
@@ -359,7 +362,7 @@ def test_schedule_contains_the_visible_tiles(mask):
             assert_array_equal(run.transpose(turn), first_run(sees_all.transpose(turn)))
             assert ordered.all()
             assert (read & sees)[some].all()
-            if at == 0:  # packed rows in order: nothing is in vain
+            if at == 0:  # packed rows in order: only visible tiles are read
                 assert_array_equal(sees, some)
                 assert_array_equal(read, some)
 
@@ -394,8 +397,7 @@ def test_context_saves_the_forward_kernel(kernel):
 
 
 def test_auto_selects_flash_kernels_that_support_the_call(monkeypatch):
-    """For arrays of one device, that are long enough; on TPUs without float16, on GPUs of some generations without a
-    selection."""
+    """The call has local and long arrays; no float16 on TPU; no selection on GPU."""
     chosen = []
 
     def spy(name):
@@ -431,7 +433,7 @@ def test_auto_selects_flash_kernels_that_support_the_call(monkeypatch):
 
 @pytest.mark.parametrize("length", [0, 1, 128, 129, 511, 640, 1024, 1025, 8192, 8320, 100_000])
 @pytest.mark.parametrize("sizes", [SAFE, *TILE_SIZES.values()])
-def test_blocks_fit_the_length(sizes, length):
+def test_tile_sizes_fit_the_length(sizes, length):
     fit = sizes.fit(length)
     assert fit.streamed % 128 == 0 and fit.held % fit.streamed == 0 and fit.vmem_bytes == sizes.vmem_bytes
     assert fit.streamed <= sizes.streamed and fit.held <= sizes.held
@@ -441,19 +443,22 @@ def test_blocks_fit_the_length(sizes, length):
     ) * (count + 1)
 
 
-def test_block_sizes_of_what_is_not_known():
+def test_tile_sizes_of_unknown_devices():
     assert tile_sizes() == SAFE
 
 
 def values_and_gradients(devices, dim, value_dim, kv_heads, kind=None, dtype="bfloat16", **options):
-    """Trace values and gradients of packed rows, one a device, and count the bytes of q, k, v and out of a device."""
+    """Trace values and gradients of packed rows, one row per device.
+
+    Returns also the bytes of q, k, v and out per device.
+    """
     mesh = jax.sharding.Mesh(np.asarray(devices), ("data",))
 
     def bars(query, key, value, positions, segments, chosen, out_bar, lse_bar):
         def local(*qkv):
             places = dict.fromkeys(("query_positions", "key_positions"), positions)
             places |= dict.fromkeys(("query_segments", "key_segments"), segments) | {"selected": chosen}
-            qkv = [x.swapaxes(1, 2) for x in qkv]  # as projections lay them out
+            qkv = [x.swapaxes(1, 2) for x in qkv]  # memory layout as in projections
             out, lse = attend(*qkv, mask=Causal(), **places, local=True, **options)
             return out.swapaxes(1, 2), lse
 
@@ -478,7 +483,7 @@ def values_and_gradients(devices, dim, value_dim, kv_heads, kind=None, dtype="bf
 
 
 def check_compiled(program, call, name, kept):
-    """Three kernels, and few temporaries."""
+    """Check that there are three kernels and few temporaries."""
     assert program.as_text().count(f'custom_call_target="{call}"') == 3
     temporaries = program.memory_analysis().temp_size_in_bytes / 2**20
     print(f"{name}: {temporaries:.0f} MiB of temporaries, {kept / 2**20:.0f} MiB of q, k, v, out")
@@ -495,8 +500,8 @@ def check_compiled(program, call, name, kept):
         ("tpu7x:2x2x1", 128, 128, 4, None),
     ],
 )
-def test_it_compiles_for_tpus(monkeypatch, topology, dim, value_dim, kv_heads, kind):
-    """Values and gradients of packed rows, in blocks of this generation, which its vector memory holds."""
+def test_compiles_for_tpus(monkeypatch, topology, dim, value_dim, kv_heads, kind):
+    """Values and gradients of packed rows, with the tile sizes of the TPU generation, which fit into vector memory."""
     devices, asked = tpu_devices(topology), []
     monkeypatch.setattr(pallas_flash_tpu, "tile_sizes", lambda: asked.append(tile_sizes()) or asked[-1])
     traced, kept = values_and_gradients(devices, dim, value_dim, kv_heads, kind, platform="tpu")
@@ -515,8 +520,8 @@ def test_it_compiles_for_tpus(monkeypatch, topology, dim, value_dim, kv_heads, k
         *((dim, dim, 4, None, "float32") for dim in (32, 64, 128)),
     ],
 )
-def test_it_compiles_for_gpus(monkeypatch, topology, dim, value_dim, kv_heads, soft_cap, dtype):
-    """Values and gradients of packed rows, in blocks that the shared memory holds; also of widths to be filled up."""
+def test_compiles_for_gpus(monkeypatch, topology, dim, value_dim, kv_heads, soft_cap, dtype):
+    """Values and gradients of packed rows, with tiles that fit into shared memory, also for padded head dims."""
     devices = gpu_devices(gpus_of(topology))
     if devices is None:
         pytest.skip("needs the compiler for GPUs (extra 'aot-gpu')")

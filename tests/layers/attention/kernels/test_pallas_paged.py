@@ -1,4 +1,4 @@
-"""The kernel that reads pages, interpreted: it is the general path, and reads nothing that is not a row's own."""
+"""The kernel that reads pages, in interpret mode: equal to gathered pages, without reading pages of other rows."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ from tests.programs import tpu_devices
 
 @pytest.fixture(autouse=True)
 def kernel(request, monkeypatch):
-    """The kernel runs on CPU, whatever the width, with steps of few tokens."""
+    """Run the kernel on CPU for all head dims, with few tokens per step."""
     name = getattr(request, "param", "interval")
     backend = dataclasses.replace(backend_of("cpu", single=False), paged_kernel=name)
     monkeypatch.setattr(ed.Layout, "backend", backend)
@@ -41,7 +41,7 @@ def kernel(request, monkeypatch):
 
 
 def paged(lengths, head_dim=8, kv_heads=2, values=True, dtype="float32", size=4, seed=0, window=None):
-    """A past of rows with so many tokens, whose pages are mixed; all else is NaN."""
+    """Return a past with rows of these lengths in mixed pages. Everything else is NaN."""
     rows, row_pages = len(lengths), -(-max(*lengths, size) // size) + 1
     shape = KVShape(slots=row_pages * size, kv_heads=kv_heads, head_dim=head_dim, rolling=False, values=values)
     pages = PageConfig(page_size=size, num_pages=rows * row_pages + 3)
@@ -54,7 +54,7 @@ def paged(lengths, head_dim=8, kv_heads=2, values=True, dtype="float32", size=4,
     places = np.arange(row_pages * size)[None]
     places = jnp.asarray(np.where(places < np.asarray(lengths)[:, None], places, -1), jnp.int32)
     cache = cache.commit(NewKV(key, value if values else None), places)
-    if window is not None:  # what is behind every query's window is given back, and others write there
+    if window is not None:  # pages before the window of every query are freed and overwritten
         behind = (np.arange(row_pages) + 1) * size <= np.asarray(lengths)[:, None] - window + 1
         cache = cache.with_tables(jnp.asarray(np.where(behind, -1, table), jnp.int32))
         lost = jnp.asarray(np.where(behind, table, pages.num_pages))
@@ -71,7 +71,7 @@ def both(past, positions, heads, dim=8, dtype=jnp.float32, **options):
 
 
 def next_tokens(lengths, count=1):
-    """So many tokens behind each row's, in the last row one fewer, and padding."""
+    """Return the positions of the next `count` tokens of each row; the last token of the last row is padding."""
     positions = np.asarray(lengths)[:, None] + np.arange(count)
     positions[-1, count - 1 :] = -1
     return jnp.asarray(positions, jnp.int32)
@@ -99,7 +99,7 @@ LENGTHS = (13, 0, 16, 1, 40)
 )
 @pytest.mark.parametrize("kernel", ["interval", "triton"], indirect=True)
 def test_kernel_matches_gathered_pages(kernel, dtype, heads, kv_heads, values, mask, soft_cap):
-    """One token and several, odd lengths, rows without a past, ends of pages and of steps; NaN elsewhere."""
+    """One or several tokens, odd lengths, rows without a past, page and step boundaries; NaN elsewhere."""
     window = getattr(mask, "size", None) if isinstance(mask, SlidingWindow) else None
     past = paged(LENGTHS, kv_heads=kv_heads, values=values, dtype=dtype, window=window)
     for count in (5,) if dtype == "int8" and values else (1, 5):
@@ -114,14 +114,14 @@ def test_kernel_matches_gathered_pages(kernel, dtype, heads, kv_heads, values, m
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_heads_and_pages_of_any_size(kernel, head_dim, size, dtype):
     past = paged(LENGTHS, head_dim=head_dim, dtype=dtype, size=size)
-    for count in (1, 70):  # many blocks of queries
+    for count in (1, 70):  # several tiles of queries
         got, want, _ = both(past, next_tokens(LENGTHS, count), 4, head_dim, mask=SlidingWindow(30))
         assert_close(got, want)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["interval", "triton"], indirect=True)
-def test_scales_over_all_heads_spans_and_16_bits(kernel):
+def test_shared_scales_spans_and_half_precision(kernel):
     past = paged(LENGTHS, dtype=CacheFormat(dtype="int8", scale_over="heads_and_head_dim"))
     positions = next_tokens(LENGTHS, 6)
     spans = Spans(jnp.where(positions % 3 == 0, positions + 2, -1))
@@ -145,8 +145,8 @@ def test_scales_over_all_heads_spans_and_16_bits(kernel):
     ],
     indirect=["kernel"],
 )
-def test_heads_are_split_over_devices(kernel, sizes, heads, kv_heads):
-    """Also where several devices share a head of keys, whose scales are their own."""
+def test_heads_are_sharded(kernel, sizes, heads, kv_heads):
+    """Also if several devices share a key head, each with its own copy of the scales."""
     lengths, layout = (13, 0, 16, 20), ed.Layout.create(**sizes)
     past = paged(lengths, kv_heads=kv_heads, dtype="int8")
     positions = next_tokens(lengths, 2)
@@ -160,13 +160,13 @@ def test_heads_are_split_over_devices(kernel, sizes, heads, kv_heads):
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["interval", "triton"], indirect=True)
 @pytest.mark.parametrize("kind", ["keys", "chunks", "latents", "indexed", "blocks"])
-def test_decoders_read_pages_by_the_kernel(kernel, kind):
+def test_decoders_use_the_kernel(kernel, kind):
     check_paged(kind)
     check_paged(kind, "int8", bound=0.06)
 
 
 def devices_of(topology, count):
-    """So many devices to compile for, and what the compiler is told."""
+    """Return `count` devices to compile for, and the compiler options."""
     gpus = gpus_of(topology)
     if gpus is None:
         return tpu_devices(topology)[:count], {}, {}
@@ -195,7 +195,7 @@ STEPS = [
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("name, topology, sizes, dtype, page_size, rows", STEPS)
-def test_a_decode_step_copies_neither_pages_nor_few_bits(monkeypatch, name, topology, sizes, dtype, page_size, rows):
+def test_decoding_step_does_not_copy_or_dequantize_pages(monkeypatch, name, topology, sizes, dtype, page_size, rows):
     """Compiled for TPUs and GPUs, whose kernels read the pages."""
     monkeypatch.undo()
     devices, compiler_options, lowering = devices_of(topology, int(np.prod(list(sizes.values()))))
@@ -215,7 +215,7 @@ def test_a_decode_step_copies_neither_pages_nor_few_bits(monkeypatch, name, topo
     memory = lowered.compile(compiler_options).memory_analysis()
     share = sum(device_bytes(leaf) for leaf in jax.tree.leaves(cache))
     print(f"{name} {sizes} {dtype} {page_size}: {share / 1e6:.1f} MB, {memory.temp_size_in_bytes / 1e6:.2f} MB beside")
-    # where `expert` splits weights, the vocabulary's table is gathered: a size that does not depend on the cache
+    # if weights are sharded over `expert`, the embedding table is gathered, whose size does not depend on the cache
     assert memory.temp_size_in_bytes < (0.05 if "expert" in sizes else 0.03) * share
 
 
@@ -233,8 +233,8 @@ def test_a_decode_step_copies_neither_pages_nor_few_bits(monkeypatch, name, topo
         (8, 1, 128, True, 16, "float32", 512),
     ],
 )
-def test_the_kernel_compiles(monkeypatch, topology, heads, kv_heads, head_dim, values, page_size, dtype, count):
-    """Latents are too wide for GPUs: there their pages are gathered."""
+def test_kernel_compiles(monkeypatch, topology, heads, kv_heads, head_dim, values, page_size, dtype, count):
+    """Latents are too wide for the GPU kernel, so their pages are gathered."""
     monkeypatch.undo()
     devices, compiler_options, lowering = devices_of(topology, 2)
     layout = ed.Layout.create(data=2, devices=devices)
@@ -262,20 +262,20 @@ def test_the_kernel_compiles(monkeypatch, topology, heads, kv_heads, head_dim, v
     traced.lower(**lowering).compile(compiler_options)
 
 
-def test_blocks_of_queries_fit_into_vector_memory(monkeypatch):
-    """That of a TPU v4, of which a kernel gets 16 MiB."""
+def test_query_tiles_fit_into_vector_memory(monkeypatch):
+    """The kernel may use 16 MiB of the vector memory of a TPU v4."""
     monkeypatch.undo()
     shape = KVShape(slots=256, kv_heads=3, head_dim=80, rolling=False, values=True)
     for dtype in ("float32", "bfloat16"):
         past = build_pages(shape, 1, 1, 256, dtype, PageConfig(page_size=64))
         plan = pallas_paged._make_plan(jnp.zeros((1, 512, 9, 80), dtype), past, 3, None, "tpu")
         item = jnp.dtype(dtype).itemsize
-        held = plan.kv_heads * (4 * 128 * item + 4 * 128 + 4 * 4 * 128)  # queries and results, twice; sums
+        held = plan.kv_heads * (4 * 128 * item + 4 * 128 + 4 * 4 * 128)  # queries and results, double buffered; sums
         pages = 4 * plan.kv_heads * plan.keys * 128 * item
         assert 8 * 2**20 < plan.rows * (held + 2 * 4 * plan.keys) + pages < 16 * 2**20
 
 
-def test_tables_that_scalar_memory_cannot_hold_are_refused(monkeypatch):
+def test_tables_beyond_the_scalar_memory_are_refused(monkeypatch):
     monkeypatch.setattr(pallas_paged, "_MAX_SCHEDULE_BYTES", 256)
     with refused(ConfigError, "5 sequences", "11 pages", "PageConfig.page_size=4"):
         both(paged(LENGTHS), next_tokens(LENGTHS), 4, mask=Causal())

@@ -1,4 +1,4 @@
-"""Attention kernels: the blockwise one equals the plain one in values and in gradients, for every mask and shape."""
+"""Attention kernels: the chunked kernel equals the plain kernel in values and gradients, for all masks and shapes."""
 
 import contextlib
 import dataclasses
@@ -43,7 +43,7 @@ def make(length, kv_length=None, *, heads=4, kv_heads=2, dim=8, value_dim=8, dty
 
 
 def packed(length, batch=2, padding=5):
-    """Two documents and padding; the second row is cut elsewhere."""
+    """Return segments of two documents and padding; the second row has another boundary."""
     cuts = [length // 3 + 11 * row for row in range(batch)]
     segments = np.stack([np.where(np.arange(length) < cut, 1, 2) for cut in cuts])
     positions = np.stack(
@@ -57,7 +57,7 @@ def packed_places(length, spans=False):
     positions, segments = packed(length)
     places = {"query_positions": positions, "key_positions": positions}
     places |= {"query_segments": segments, "key_segments": segments}
-    if spans:  # one in each quarter of a row, one across the border of the documents, one that crosses a whole block
+    if spans:  # a span in each quarter of a row, a span across the document boundary, and a span longer than a block
         ids = np.zeros((2, length), np.int32)
         for start, end in [
             (3, 9),
@@ -80,7 +80,7 @@ attend_once = jax.jit(attend, static_argnames=OPTIONS)
 
 @functools.partial(jax.jit, static_argnames=OPTIONS)
 def all_of(qkv, weights, places, **options):
-    """Values, and the gradients of a loss that depends on both results."""
+    """Return values, and the gradients of a loss that depends on both results."""
 
     def loss(qkv):
         out, lse = attend(*qkv, **places, **options)
@@ -94,8 +94,8 @@ def all_of(qkv, weights, places, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("length", "heads", "dtype"), [(1, 4, "float32"), (3, 6, "float32"), (1, 6, "bfloat16")])
-def test_values_of_a_past_stay_as_they_are_on_cpu(length, heads, dtype):
-    """The form that reads them in a cache's order is that of other platforms, in values and gradients; odd sizes."""
+def test_transposed_past_values_are_equal_on_cpu(length, heads, dtype):
+    """Other platforms read values in the layout of the cache. Values and gradients are equal, for odd sizes."""
     qkv = make(length, 13, heads=heads, dim=7, value_dim=5, dtype=dtype)
     places = dict(query_positions=plain(length, start=9), key_positions=plain(13).at[1, 4:].set(-1))
     options = dict(mask=Causal(), soft_cap=None, aligned=False, kernel="dot")
@@ -129,7 +129,7 @@ def both(qkv, places, **options):
     list(zip(MASKS, CAPS, strict=True)),
 )
 def test_packed_chunked_matches_dot(mask, soft_cap):
-    """Three blocks with a remainder, in the form for short sequences; narrow values."""
+    """Three blocks with a remainder, in the form for short sequences; values narrower than keys."""
     positions, segments = packed(301)
     places = {"query_positions": positions, "key_positions": positions}
     places |= {"query_segments": segments, "key_segments": segments}
@@ -139,8 +139,8 @@ def test_packed_chunked_matches_dot(mask, soft_cap):
 
 @pytest.mark.slow(fast=("causal",))
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(150), Chunked(100)], ids=["causal", "window", "chunks"])
-def test_loops_over_blocks_are_dot(mask):
-    """Two and three blocks of queries and keys, with a remainder, in the form for long sequences; wide values."""
+def test_chunked_loops_match_dot(mask):
+    """Two and three blocks of queries and keys with a remainder, in the form for long sequences; wide values."""
     positions, segments = packed(561)
     places = {"query_positions": positions, "key_positions": positions}
     places |= {"query_segments": segments, "key_segments": segments}
@@ -151,7 +151,7 @@ def test_loops_over_blocks_are_dot(mask):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("kernel", ["dot", "chunked"])
-def test_half_precision_stays_near(kernel, dtype):
+def test_half_precision_is_close_to_float32(kernel, dtype):
     positions, segments = packed(270)
     places = {"query_positions": positions, "key_positions": positions}
     places |= {"query_segments": segments, "key_segments": segments}
@@ -173,8 +173,8 @@ def test_half_precision_stays_near(kernel, dtype):
         ((140, 17), "cpu"),
     ],
 )
-def test_queries_need_not_be_the_keys(lengths, platform):
-    """Decoding and chunked prefill: keys in any order, empty slots, narrow values, three query heads a key head."""
+def test_keys_may_differ_from_queries(lengths, platform):
+    """Decoding and chunked prefill: keys in any order, empty slots, narrow values, three query heads per key head."""
     length, kv_length = lengths
     qkv = make(length, kv_length, heads=6, kv_heads=2, dim=8, value_dim=5)
     order = np.random.default_rng(0).permutation(kv_length)
@@ -186,8 +186,8 @@ def test_queries_need_not_be_the_keys(lengths, platform):
 @pytest.mark.slow(fast=("float32-dot",))
 @pytest.mark.parametrize("kernel", ["dot", "chunked"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-def test_rows_that_see_nothing(kernel, dtype):
-    """Zeros, EMPTY, and gradients that are finite; zero where nothing is seen by anyone."""
+def test_queries_without_visible_keys(kernel, dtype):
+    """Outputs are zero, lse is EMPTY, and gradients are finite, or zero for rows without visible keys."""
     qkv = make(20, dtype=dtype)
     positions = plain(20).at[0].set(-1).at[1, :5].set(-1)
     places = {"query_positions": positions, "key_positions": positions}
@@ -199,7 +199,7 @@ def test_rows_that_see_nothing(kernel, dtype):
         assert np.isfinite(np.asarray(grad, np.float32)).all() and not grad[0].any() and not grad[1, :5].any()
 
 
-def test_no_keys_at_all():
+def test_zero_keys():
     places = {"query_positions": plain(3), "key_positions": jnp.zeros((2, 0), jnp.int32)}
     for kernel in ("dot", "chunked"):
         out, lse = map(np.asarray, attend_once(*make(3, 0), **places, mask=Causal(), kernel=kernel))
@@ -209,8 +209,8 @@ def test_no_keys_at_all():
 @pytest.mark.slow(fast=("Causal()-dot",))
 @pytest.mark.parametrize("kernel", ["dot", "chunked"])
 @pytest.mark.parametrize("mask", [Causal(), Chunked(9)])
-def test_documents_do_not_touch(kernel, mask):
-    """Another first document leaves the second one's results and gradients bit for bit as they were."""
+def test_documents_are_independent(kernel, mask):
+    """Changing the first document does not change a bit of the results and gradients of the second one."""
     positions, segments = packed(150, padding=0)
     places = {"query_positions": positions, "key_positions": positions}
     places |= {"query_segments": segments, "key_segments": segments}
@@ -226,7 +226,7 @@ def test_documents_do_not_touch(kernel, mask):
 
 
 @pytest.mark.parametrize("mask", [SlidingWindow(5), Chunked(6)])
-def test_window_and_chunk_are_the_loop(mask):
+def test_window_and_chunk_match_a_loop(mask):
     query, key, value = (np.asarray(x, np.float64) for x in make(23, heads=2, kv_heads=1))
     places = {"query_positions": plain(23), "key_positions": plain(23)}
     found = attend_once(*make(23, heads=2, kv_heads=1), **places, mask=mask, aligned=True, kernel="chunked")
@@ -242,7 +242,7 @@ def test_window_and_chunk_are_the_loop(mask):
 
 @jax.jit
 def whole_and_merged(qkv, sink, weight):
-    """The loss over all keys at once, and over three parts of them, of which the second is empty."""
+    """Return the loss over all keys at once, and over three parts of the keys, of which the second is empty."""
     query, key, value = qkv
     positions = plain(key.shape[1])
     options = {"mask": Causal(), "query_positions": plain(query.shape[1], start=9)}
@@ -282,7 +282,7 @@ def test_empty_parts_stay_empty():
         merge([])
 
 
-def test_sink_is_one_more_column():
+def test_sink_is_an_additional_score():
     query, key, value = make(5, heads=2, kv_heads=2)
     sink = jnp.asarray([0.7, -2.0])
     places = {"query_positions": plain(5), "key_positions": plain(5)}
@@ -318,7 +318,7 @@ def layers(remat):
 
 @pytest.mark.slow
 def test_context_saves_the_recomputation():
-    """Saving "context" under remat leaves the backward pass's five products, and not the forward's two once more."""
+    """With saved "context", remat does not repeat the two products of the forward pass."""
     qkv, positions = make(24), plain(24)
     policies = {
         "context": jax.checkpoint_policies.save_only_these_names("context"),
@@ -338,8 +338,8 @@ def test_context_saves_the_recomputation():
 
 @pytest.mark.slow(fast=("40",))
 @pytest.mark.parametrize("length", [40, 550])
-def test_sharded_is_single_device(length):
-    """Batch over `data`, heads over `tensor`: the same numbers, and no array is gathered or moved."""
+def test_sharded_attention_matches_one_device(length):
+    """Batch over `data`, heads over `tensor`: equal results without collectives."""
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     qkv = make(length, batch=4, dim=4, value_dim=4)
     weights, positions = weights_for(qkv), plain(length, batch=4)
@@ -354,7 +354,7 @@ def test_sharded_is_single_device(length):
 
 
 @pytest.mark.slow
-def test_memory_grows_with_the_length_alone():
+def test_memory_grows_linearly_with_the_length():
     def bytes_at(length):
         shape = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
         places = jax.ShapeDtypeStruct((1, length), jnp.int32)
@@ -370,7 +370,7 @@ def test_memory_grows_with_the_length_alone():
     assert long < 9 * short and long < 16384 * 2 * 8 * 4 * 20
 
 
-def test_auto_goes_by_platform_and_shapes(monkeypatch):
+def test_auto_selects_by_platform_and_shapes(monkeypatch):
     chosen = []
     spy = {
         name: dataclasses.replace(k, function=lambda *a, n=name, **o: chosen.append(n)) for name, k in KERNELS.items()
@@ -379,7 +379,7 @@ def test_auto_goes_by_platform_and_shapes(monkeypatch):
     for platform, length, kv_length in [("cpu", 512, 512), ("cpu", 1, 512), ("tpu", 1, 4096), ("tpu", 4096, 4096)]:
         q, k, v = (jnp.zeros((1, n, 1, 2)) for n in (length, kv_length, kv_length))
         places = {"query_positions": plain(length, 1), "key_positions": plain(kv_length, 1)}
-        with contextlib.suppress(Exception):  # the spy returns nothing
+        with contextlib.suppress(Exception):  # the spy does not compute
             attend(q, k, v, **places, mask=Causal(), platform=platform)
     assert chosen == ["chunked", "dot", "dot", "chunked"]
 
@@ -397,7 +397,7 @@ def max_scores(query, key, **keywords):
     return run_max_scores(*group_arguments(query, key, key, **keywords))
 
 
-def test_largest_scores_of_quantized_keys():
+def test_max_scores_of_quantized_keys():
     query, key, _ = make(6)
     options = dict(mask=Causal(), query_positions=plain(6), key_positions=plain(6))
     stored, scale = quantize(key, jnp.int8, 2)
@@ -448,7 +448,7 @@ def test_refusals(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [SlidingWindow(50), Chunked(64)])
-def test_padding_inside_a_document_hides_nothing(mask):
+def test_padding_within_a_document_does_not_hide_keys(mask):
     positions = np.full((1, 600), -1, np.int32)
     positions[0, :40], positions[0, 560:] = np.arange(40), np.arange(40, 80)
     draws = np.random.default_rng(0)
@@ -459,7 +459,7 @@ def test_padding_inside_a_document_hides_nothing(mask):
 
 
 def oracle(qkv, seen, soft_cap=None):
-    """Softmax over what is seen, in NumPy; seen: [batch, heads or 1, length, kv_length]."""
+    """Compute softmax attention over the visible keys in NumPy; seen: [batch, heads or 1, length, kv_length]."""
     query, key, value = (np.asarray(x, np.float64) for x in qkv)
     key, value = (np.repeat(x, query.shape[2] // key.shape[2], 2) for x in (key, value))
     scores = np.einsum("bthd,bshd->bhts", query, key)
@@ -475,7 +475,7 @@ def oracle(qkv, seen, soft_cap=None):
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(20), Chunked(100), Bidirectional()])
 @pytest.mark.parametrize("length", [301, 561])
 def test_spans(mask, length):
-    """Tokens see those behind them in their span, and documents stay apart; blocks ahead are not skipped."""
+    """Tokens see later tokens of their span, and documents are separate; blocks with later tokens are not skipped."""
     qkv, places = make(length, heads=2, kv_heads=1), packed_places(length, spans=True)
     chunked, dot = both(qkv, places, mask=mask, soft_cap=None, aligned=True)
     same(chunked, dot)
@@ -489,7 +489,7 @@ def test_spans(mask, length):
 
 @pytest.mark.slow
 def test_spans_across_padding():
-    """Padding in the midst of a span, as long as several blocks, hides nothing of it."""
+    """Padding within a span, as long as several blocks, hides no keys of the span."""
     positions, ids = np.full((2, 900), -1, np.int32), np.zeros((2, 900), np.int32)
     positions[:, :60], positions[:, 820:880] = np.arange(60), np.arange(60, 120)
     ids[:, 20:860] = 1
@@ -520,11 +520,11 @@ def selection(length, kv_length, heads, seed=3):
     ],
 )
 def test_selected_keys(kind, heads, length, soft_cap):
-    """Both kernels see what the mask, the segment and the selection allow, per head or for all heads."""
+    """Both kernels attend to keys that mask, segments and selection allow, per head or for all heads."""
     qkv, places, chosen = make(length, value_dim=5), packed_places(length), selection(length, length, heads)
     weights, options = weights_for(qkv), dict(mask=Causal(), soft_cap=soft_cap)
     places["selected"] = chosen if kind == "mask" else Selection(pack_lanes(chosen))
-    if kind == "groups":  # the second half of keys goes with the first; a few are in none
+    if kind == "groups":  # the second half of the keys is grouped with the first half; some are in no group
         group = jnp.where(jnp.arange(length) < 40, jnp.arange(length), jnp.arange(length) % 250 + 40)
         group = jnp.stack([group, group]).at[0, 100:110].set(-1)
         chosen = jnp.take(chosen, group[1], axis=-1).at[0, ..., 100:110].set(False)
@@ -543,7 +543,7 @@ def test_selected_keys(kind, heads, length, soft_cap):
 
 
 def test_selections_of_parts_merge():
-    """A selection over past and present, of which rows select none on one side or on either, is that of the whole."""
+    """Merging past and present equals one call, also for rows that select nothing in one part or in both parts."""
     query, key, value = make(6, 40)
     places = {"mask": Causal(), "query_positions": plain(6, start=34)}
     chosen = selection(6, 40, 1).at[1, :, 2, :34].set(False).at[0, :, 1, 34:].set(False)
@@ -558,8 +558,8 @@ def test_selections_of_parts_merge():
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [40, 561])
 @pytest.mark.parametrize("heads", [1, 4])
-def test_largest_scores(length, heads):
-    """Of what is seen alone; EMPTY where nothing is; without gradient."""
+def test_max_scores(length, heads):
+    """Maximum over visible keys, EMPTY without visible keys, no gradient."""
     query, key, _ = make(length)
     places = packed_places(length, spans=True) | {"selected": selection(length, length, heads)}
     options = dict(mask=SlidingWindow(30), soft_cap=3.0, aligned=True)
@@ -586,15 +586,16 @@ def reach_of(mask, block, kv_block, places):
 
 
 @pytest.mark.slow
-def test_packed_documents_are_not_compared():
-    """A block of queries takes no block of keys from before its documents: the second half of a row costs no more."""
+def test_blocks_of_other_documents_are_skipped():
+    """Query blocks skip key blocks before the start of their documents."""
     positions, segments = (jnp.asarray(x, jnp.int32) for x in ([list(range(512)) * 2], [[1] * 512 + [2] * 512]))
     places = {"query_positions": positions, "key_positions": positions}
     places |= {"query_segments": segments, "key_segments": segments}
     ranges = [(0, 1), (0, 1), (0, 2), (0, 2), (2, 3), (2, 3), (2, 4), (2, 4)]
     assert reach_of(Causal(), 128, 256, places) == ranges
     assert reach_of(Bidirectional(), 128, 256, places) == [(0, 2)] * 4 + [(2, 4)] * 4
-    positions = jnp.asarray([[*range(576), *range(448)]], jnp.int32)  # the fifth block has the end of one, and another
+    # the fifth block has the end of one document and another document
+    positions = jnp.asarray([[*range(576), *range(448)]], jnp.int32)
     places |= dict.fromkeys(("query_positions", "key_positions"), positions)
     places |= dict.fromkeys(("query_segments", "key_segments"), jnp.asarray([[1] * 576 + [2] * 448], jnp.int32))
     ranges = [(0, 1), (0, 2), (1, 3), (2, 4), (3, 5), (4, 6), (5, 7), (6, 8)]
@@ -602,8 +603,8 @@ def test_packed_documents_are_not_compared():
 
 
 @pytest.mark.slow
-def test_queries_apart_from_their_keys_reach_few_blocks():
-    """Some of the queries and keys in any order: a window looks at what is near, and padding at nothing."""
+def test_blocks_beyond_the_window_are_skipped_for_any_order():
+    """Some of the queries, and keys in any order. Blocks of padding are skipped."""
     places = {"query_positions": plain(256, 1, start=512).at[0, 128:].add(128), "key_positions": plain(1024, 1)}
     assert reach_of(Causal(), 64, 128, places) == [(0, 5), (0, 5), (0, 7), (0, 7)]
     assert reach_of(SlidingWindow(50), 64, 128, places) == [(3, 5), (4, 5), (5, 7), (6, 7)]
@@ -616,7 +617,7 @@ def test_queries_apart_from_their_keys_reach_few_blocks():
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [SlidingWindow(90), Causal(), Bidirectional()])
 def test_some_of_the_queries_in_any_order(mask):
-    """Half of a row's queries, from both ends, against all its keys in another order: loops over blocks are dot."""
+    """Half of the queries of a row, from both ends, attend to all keys in another order."""
     places = packed_places(1100, spans=mask != Causal())
     order = np.concatenate([np.arange(275), np.arange(825, 1100)])
     keys = np.roll(np.arange(1100), 300)

@@ -1,4 +1,4 @@
-"""JAX's splash kernel, interpreted: where it is taken it is the plain one, in values and gradients."""
+"""JAX's splash attention kernel in interpret mode: values and gradients equal the plain kernel."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def interpreted(monkeypatch):
 
 
 def layouts(length):
-    """Packed rows with padding at the end; documents interleaved, with padding in between and far positions."""
+    """Yield packed rows with padding at the end, and interleaved documents with padding and large positions."""
     places = packed_places(length)
     yield places
     row = np.arange(length)
@@ -51,7 +51,7 @@ def layouts(length):
     ],
 )
 def test_splash_matches_dot(interpreted, mask, soft_cap):
-    """An odd length, three query heads a key head, narrow values."""
+    """An odd length, three query heads per key head, values narrower than keys."""
     qkv = make(150, heads=3, kv_heads=1, value_dim=5)
     for places in layouts(150):
         options = dict(mask=mask, soft_cap=soft_cap, aligned=True, needs_lse=False)
@@ -65,8 +65,8 @@ def test_rows_of_dense_positions(interpreted, mask):
     same(results(qkv, places, kernel="splash", **options), results(qkv, places, kernel="dot", **options))
 
 
-def test_numbers_of_chunks():
-    """Tokens have the same number where they have the same document and chunk, and padding has one of its own."""
+def test_chunk_ids():
+    """Tokens have equal ids if their document and chunk are equal. Padding has separate ids."""
     for places in layouts(150):
         positions, segments = (np.asarray(places[f"query_{name}"]) for name in ("positions", "segments"))
         ids = np.asarray(splash._segment_ids(Chunked(7), AttentionPositions(**places)))
@@ -101,7 +101,7 @@ def test_refusals(interpreted):
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 @pytest.mark.parametrize(("dim", "value_dim", "kv_heads"), [(64, 64, 4), (192, 128, 16)])
-def test_it_compiles_for_tpus(topology, dim, value_dim, kv_heads):
+def test_compiles_for_tpus(topology, dim, value_dim, kv_heads):
     """Values and gradients of packed rows."""
     devices = tpu_devices(topology)
     mesh = jax.sharding.Mesh(np.asarray(devices), ("data",))

@@ -1,4 +1,4 @@
-"""The Pallas kernel that carries states on GPUs, interpreted: recurrences by it are recurrences token by token."""
+"""The Pallas kernel that carries states on GPUs, in interpret mode, against a recurrence token by token."""
 
 import functools
 
@@ -44,21 +44,21 @@ def carried(*args, chunk=16):
 )
 @pytest.mark.parametrize("resets", [True, pytest.param(False, marks=slow)])
 def test_carried_states_match_tokens(length, kind, options, resets):
-    """Values, written values, the last state and all gradients; several columns of programs, and remainders."""
+    """Outputs, the last state and all gradients; several column tiles, with remainders."""
     args, starts = inputs(length, kind, **options), documents(length) if resets else None
     want = results(delta_rule, args, (starts,), (("chunk", None),))
     same(results(carried, args, (starts,)), want)
 
 
 @pytest.mark.slow
-def test_limits_chunks_computed_together(monkeypatch):
-    """A remainder of chunks too."""
+def test_number_of_chunks_computed_together_is_limited(monkeypatch):
+    """Also with a remainder of chunks."""
     monkeypatch.setattr(chunked_scan, "TOKENS_PER_STEP", 6 * 2 * 16)
     args = inputs(130, "channel")
     same(results(carried, args, (None,)), results(delta_rule, args, (None,), (("chunk", None),)))
 
 
-def test_shapes_that_fit():
+def test_supported_shapes():
     def fitting(key_dim=128, value_dim=128, capability=(9, 0), length=64):
         key, value = (jax.ShapeDtypeStruct((1, length, 2, dim), jnp.float32) for dim in (key_dim, value_dim))
         found = []
@@ -76,8 +76,8 @@ def test_shapes_that_fit():
 @pytest.mark.parametrize(
     ("key_heads", "heads", "value_dim", "decay_dim"), [(4, 8, 128, 1), (4, 4, 128, 128), (2, 16, 64, 1), (2, 2, 80, 1)]
 )
-def test_it_compiles_for_gpus(topology, key_heads, heads, value_dim, decay_dim):
-    """Values and gradients: a kernel each way, and no loop over chunks."""
+def test_compiles_for_gpus(topology, key_heads, heads, value_dim, decay_dim):
+    """Values and gradients: one kernel per direction, and no loop over chunks."""
     devices = gpu_devices(gpus_of(topology))
     if devices is None:
         pytest.skip("needs the compiler for GPUs (extra 'aot-gpu')")
@@ -101,8 +101,8 @@ def test_it_compiles_for_gpus(topology, key_heads, heads, value_dim, decay_dim):
 
 
 @pytest.mark.parametrize("length", [2, 127])
-def test_on_a_mesh_a_kernel_sees_a_devices_own_arrays(length, monkeypatch):
-    """Of short pieces, too: XLA cannot split it."""
+def test_kernel_gets_local_arrays_on_a_mesh(length, monkeypatch):
+    """Also with few tokens. XLA cannot partition the kernel."""
     layout = ed.Layout.create(fsdp=2, devices=jax.devices()[:2])
     monkeypatch.setattr(ed.Layout, "backend", backend_of("gpu", single=False))
     monkeypatch.setattr(ed.Layout, "platform", "gpu")

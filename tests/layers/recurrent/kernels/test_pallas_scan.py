@@ -1,4 +1,4 @@
-"""The Pallas kernels of recurrences, interpreted, are recurrences token by token; they compile for every TPU."""
+"""The Pallas kernels of recurrences, in interpret mode, equal a token-by-token loop; they compile for every TPU."""
 
 import functools
 
@@ -25,7 +25,7 @@ slow = pytest.mark.slow
 
 
 def inputs(length, kind, **options):
-    """Of the linear recurrence, also with decays by channel, there is no beta."""
+    """Return random inputs. The linear recurrence, also with decay by channel, has no beta."""
     *args, state = make(length, kind.removeprefix("linear "), **options)
     return (*args[:4], None if kind.startswith("linear") else args[4], state)
 
@@ -53,7 +53,7 @@ def test_kernels_match_tokens(length, kind, options, resets):
 @slow
 @pytest.mark.parametrize("kind", ["head", "linear"])
 def test_several_programs_share_a_key_head(kind, monkeypatch):
-    """Their gradients of queries and keys are added up."""
+    """The gradients of queries and keys are summed."""
     monkeypatch.setattr(pallas_scan, "_MAX_VALUE_COLUMNS", 256)
     args = inputs(20, kind, batch=1, key_heads=2, heads=8, value_dim=128)
     assert pallas_scan._heads_per_program(4, 128) == 2
@@ -63,7 +63,7 @@ def test_several_programs_share_a_key_head(kind, monkeypatch):
 @slow
 @pytest.mark.parametrize("kind", ["head", "channel"])
 def test_equal_keys_and_strong_decays(kind):
-    """Where powers of a triangle are largest; and sums of decays that are long."""
+    """Powers of the triangular matrix are large, and sums of decays are long."""
     query, key, value, decay, beta, state = inputs(64, kind)
     args = query, jnp.broadcast_to(key[:, :1], key.shape), value, decay * 0, beta * 0 + 0.99, state
     want = results(delta_rule, args, (None,), (("chunk", None),))
@@ -75,8 +75,8 @@ def test_equal_keys_and_strong_decays(kind):
 
 
 @pytest.mark.slow
-def test_half_precision_is_read_as_it_is():
-    """Values, queries and keys in bfloat16: outputs and gradients have their dtypes, sums are in f32."""
+def test_half_precision_inputs_are_not_upcast_in_memory():
+    """Values, queries and keys in bfloat16: outputs and gradients keep the dtypes, and sums are in float32."""
     *args, _ = inputs(20, "head", batch=1)
     halves = [x.astype(jnp.bfloat16) for x in args[:3]]
     wide = [x.astype(jnp.float32) for x in halves]
@@ -99,8 +99,8 @@ def test_half_precision_is_read_as_it_is():
 
 @slow
 @pytest.mark.parametrize("kind", ["head", "linear", "channel"])
-def test_chunks_as_large_as_on_a_tpu(kind):
-    """Documents that begin with a chunk or within one; no state before."""
+def test_chunks_of_the_size_on_tpus(kind):
+    """Documents that start at a chunk or within one, without an initial state."""
     *args, _ = inputs(200, kind, batch=1)
     starts = jnp.isin(jnp.arange(200), jnp.array([0, 128, 150]))[None]
     want = results(delta_rule, (*args, None), (starts,), (("chunk", None),))
@@ -111,7 +111,7 @@ def test_chunks_as_large_as_on_a_tpu(kind):
 @pytest.mark.parametrize("kind", ["head", "linear", "channel"])
 @pytest.mark.parametrize("sizes", [dict(data=4, tensor=2), dict(data=2, tensor=4), dict(context=4, tensor=2)])
 def test_kernels_get_local_arrays_on_a_mesh(sizes, kind, monkeypatch):
-    """Behind `recur_on_mesh`, with value heads that share a key head on two devices, and with pieces of rows."""
+    """With `recur_on_mesh`: value heads on two devices share a key head, and rows are sharded."""
     calls, layout = [], ed.Layout.create(**sizes)
 
     def call(*args):
@@ -140,7 +140,7 @@ def test_kernels_get_local_arrays_on_a_mesh(sizes, kind, monkeypatch):
         (dict(kind="channel", value_dim=64, key_heads=1), False),
     ],
 )
-def test_fits(shape, wanted):
+def test_supported_sizes(shape, wanted):
     shape = dict(length=128, kind="head", key_dim=128, value_dim=128) | shape
     _, key, value, decay, *_ = make(**shape)
     assert fits(key, value, decay) == wanted
@@ -162,8 +162,8 @@ def test_heads_per_program():
     ],
     ids=["Gated DeltaNet", "Mamba-2", "Kimi delta attention"],
 )
-def test_compiled(topology, shape):
-    """Values and gradients on a mesh: kernels, no collective, and no more memory than states and tokens take."""
+def test_compiles_for_tpus(topology, shape):
+    """Values and gradients on a mesh: kernels without collectives, and memory only for states and tokens."""
     layout = ed.Layout.create(data=2, tensor=2, devices=tpu_devices(topology)[:4])
     shape = dict(kind="head", batch=2, key_dim=128, value_dim=128) | shape
     args = jax.eval_shape(functools.partial(make, 2048, **shape))[:-1]

@@ -1,4 +1,4 @@
-"""Running means and maxima: chunks are single tokens, in values and gradients, as are pieces that a mesh splits."""
+"""Running means and maxima: chunks equal single tokens in values and gradients, also on a mesh."""
 
 import functools
 
@@ -21,7 +21,7 @@ from tests.layers.common import normal
 
 
 def inputs(reduction, length: int, channels: int = 4):
-    """Of three rows: keys far apart; two documents begin in the second, and the third has padding."""
+    """Return three rows: keys of very different size, two documents in the second row, padding in the third."""
     decay, keys = -np.abs(normal(3, length, channels)), 60 * normal(3, length, channels, seed=2)
     values = normal(3, length, channels, seed=3)
     decay[1, [7, length // 2]] = LOG_ZERO
@@ -34,7 +34,7 @@ def inputs(reduction, length: int, channels: int = 4):
 
 @functools.partial(jax.jit, static_argnames="function")
 def results(args, function):
-    """States, and gradients of a loss in which each of their numbers has another weight."""
+    """Return states, and gradients of a weighted sum of all states."""
 
     def loss(args):
         found = function(*args)

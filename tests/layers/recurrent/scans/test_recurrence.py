@@ -1,4 +1,4 @@
-"""Recurrences: in chunks they are what they are token by token, in values and in gradients."""
+"""Recurrences: chunked computation equals token-by-token computation, in values and gradients."""
 
 import functools
 
@@ -14,11 +14,11 @@ from tests.compare import assert_allclose, assert_array_equal
 from tests.errors import refused
 
 
-KINDS = ["head", "channel", "linear"]  # decay by head or by channel, and no delta rule
+KINDS = ["head", "channel", "linear"]  # decay by head or by channel, without the delta rule
 
 
 def make(length, kind="head", *, batch=2, key_heads=2, heads=4, key_dim=8, value_dim=6, seed=0):
-    """query, key, value, log_decay, beta, state; the linear recurrence has no beta."""
+    """Return query, key, value, log_decay, beta, state; the linear recurrence has no beta."""
     draws = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -44,7 +44,7 @@ def results_of(args, kind, chunk):
 
 @functools.partial(jax.jit, static_argnames=("kind", "chunk"))
 def all_of(args, resets, kind, chunk):
-    """Results, and gradients of a loss in which each of their numbers has another weight."""
+    """Return results, and gradients of a weighted sum of all results."""
 
     def loss(args):
         results = form(kind, chunk)(*args, resets)
@@ -64,7 +64,7 @@ def same(left, right, tolerance=5e-6):
 
 
 def documents(length, batch=2):
-    """The first token of a row, two neighbors, and some further on; another row has them elsewhere."""
+    """Return document starts: the first token, two neighbors, and later tokens; the other row has other starts."""
     starts = np.zeros((batch, length), bool)
     for row in range(batch):
         starts[row, [at for at in (0, 5 + row, 6 + row, length // 2, length - 1 - row) if 0 <= at < length]] = True
@@ -74,21 +74,21 @@ def documents(length, batch=2):
 @pytest.mark.slow(fast=("13-head", "13-channel", "13-linear"))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [13, 97])
-def test_chunks_are_tokens(kind, length):
+def test_chunks_match_single_tokens(kind, length):
     args, resets = make(length, kind), documents(length)
     same(all_of(args, resets, kind, 64), all_of(args, resets, kind, None))
 
 
 @pytest.mark.slow
 def test_a_single_short_chunk_of_a_wide_layer():
-    """In which XLA for CPU crashed."""
+    """XLA for CPU crashed on this case."""
     args = make(31, "channel", key_heads=4, key_dim=64, value_dim=64)
     same(all_of(args, None, "channel", 64), all_of(args, None, "channel", None), tolerance=2e-5)
 
 
 @pytest.mark.slow
 def test_several_chunks_of_32_of_a_wide_layer():
-    """In which it crashed, too."""
+    """XLA for CPU crashed on this case, too."""
     args = make(40, "channel", key_heads=2, heads=2, key_dim=16, value_dim=16)
     same(all_of(args, None, "channel", 32), all_of(args, None, "channel", None), tolerance=2e-5)
 
@@ -97,15 +97,15 @@ def test_several_chunks_of_32_of_a_wide_layer():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [16, 32, 64, 128])
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 64, 65, 130])
-def test_any_length_in_any_chunks(kind, chunk, length):
+def test_any_length_and_chunk_size(kind, chunk, length):
     for resets in (None, documents(length)):
         for heads in (2, 6):
             args = make(length, kind, heads=heads, seed=length)
             same(all_of(args, resets, kind, chunk), all_of(args, resets, kind, None))
 
 
-def test_definition():
-    """NumPy in f64, as the formulas stand."""
+def test_matches_the_definition():
+    """NumPy in float64, written from the formulas."""
     query, key, value, decay, beta, state = (np.asarray(x, np.float64) for x in make(9, "channel"))
     expected = np.zeros(value.shape)
     for row, head in np.ndindex(2, 4):
@@ -125,7 +125,7 @@ def test_definition():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_strong_decays(kind):
-    """Neither overflow nor digits lost where some tokens or channels forget all and others nothing."""
+    """No overflow and no loss of precision if some tokens or channels decay completely and others do not decay."""
     args = list(make(130, kind))
     draws = np.random.default_rng(3)
     args[3] = jnp.asarray(
@@ -136,8 +136,8 @@ def test_strong_decays(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_documents_do_not_touch(kind):
-    """Not a bit of what a document gives depends on those beside it; nor do its gradients."""
+def test_documents_are_independent(kind):
+    """Results and gradients of a document do not depend on other documents, bit by bit."""
     args, length = make(90, kind), 90
     resets = jnp.zeros((2, length), bool).at[:, 21].set(True).at[:, 70].set(True)
     inside = (np.arange(length) >= 21) & (np.arange(length) < 70)
@@ -156,8 +156,8 @@ def test_documents_do_not_touch(kind):
 
 @pytest.mark.slow(fast=("channel",))
 @pytest.mark.parametrize("kind", KINDS)
-def test_padding_is_the_identity(kind):
-    """Anywhere in a row, and exactly where a state has nothing but padding."""
+def test_padding_does_not_change_the_state(kind):
+    """Anywhere in a row; exactly if a row has only padding."""
     args, length = make(60, kind), 97
     places = jnp.asarray(np.sort(np.random.default_rng(0).permutation(length)[:60]))
     wide = tuple(x if x.shape[1] != 60 else jnp.zeros((2, length, *x.shape[2:])).at[:, places].set(x) for x in args)
@@ -169,7 +169,7 @@ def test_padding_is_the_identity(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_states_are_handed_on(kind):
+def test_consecutive_calls_match_one_call(kind):
     args, outs = make(97, kind), []
     state = args[-1]
     for start, end in ((0, 1), (1, 31), (31, 97)):
@@ -181,8 +181,8 @@ def test_states_are_handed_on(kind):
 
 
 @pytest.mark.slow
-def test_equal_keys_are_solved():
-    """Keys all alike and beta 1: the powers of A reach 1e17, its inverse does not."""
+def test_equal_keys_are_numerically_stable():
+    """Equal keys and beta = 1: powers of A reach 1e17, but the entries of its inverse stay small."""
     query, key, value, decay, beta, state = make(64)
     args = (query, jnp.ones_like(key) * 8**-0.5, value, 0.0 * decay, jnp.ones_like(beta), state)
     same(all_of(args, None, "head", 64), all_of(args, None, "head", None), tolerance=5e-5)
@@ -190,7 +190,7 @@ def test_equal_keys_are_solved():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_half_precision_stays_near(kind):
+def test_half_precision_is_close_to_float32(kind):
     args = make(97, kind)
     low = tuple(x.astype(jnp.bfloat16) for x in args[:3]) + args[3:]
     exact = all_of(tuple(x.astype(jnp.float32) for x in low), None, kind, 64)
@@ -209,7 +209,7 @@ def test_long_rows_stay_finite(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_memory_grows_with_the_length_alone(kind):
+def test_memory_grows_linearly_with_the_length(kind):
     def bytes_at(length):
         args = make(length, kind, batch=1, key_heads=1, heads=1, key_dim=64, value_dim=64)
         sizes = all_of.lower(args, None, kind, 64).compile().memory_analysis()
@@ -217,13 +217,13 @@ def test_memory_grows_with_the_length_alone(kind):
         return sizes.temp_size_in_bytes
 
     short, long = bytes_at(1024), bytes_at(4096)
-    assert long < 5 * short and long < 4096 * 64 * 4 * 32  # a state for each token would be 64 such arrays
+    assert long < 5 * short and long < 4096 * 64 * 4 * 32  # a state per token would need 64 such arrays
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["head", "channel"])
-def test_sharded_is_single_device(kind):
-    """Batch over `data`, heads over `tensor`: the same numbers, and no array is gathered or moved."""
+def test_sharded_recurrence_matches_one_device(kind):
+    """Batch over `data`, heads over `tensor`: equal results without collectives."""
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2)
     args = make(40, kind)
     split = [P("data", "tensor") if x is args[-1] else P("data", None, "tensor") for x in args]

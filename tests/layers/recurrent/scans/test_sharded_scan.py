@@ -1,4 +1,4 @@
-"""Recurrences and convolutions of rows that a mesh splits are those of one device; no token leaves its device."""
+"""Recurrences and convolutions of sharded rows equal those of one device, without exchange of tokens."""
 
 import functools
 import re
@@ -26,7 +26,7 @@ slow = pytest.mark.slow
 
 @functools.partial(jax.jit, static_argnames=("function", "options"))
 def results(function, args, rest, options=()):
-    """Results, and gradients of a loss in which each of their numbers has another weight."""
+    """Return results, and gradients of a weighted sum of all results."""
 
     def loss(args):
         found = jax.tree.leaves(function(*args, *rest, **dict(options)))
@@ -55,7 +55,7 @@ def results(function, args, rest, options=()):
 )
 @pytest.mark.parametrize("resets", [True, False])
 def test_sharded_recurrence_matches_one_device(sizes, kind, options, resets):
-    """From a state or zeros on, with documents that end or begin in a piece; what is written and the last state."""
+    """From a state or zeros, with documents that end or start within a shard. Compares outputs and the last state."""
     stateless = options.get("stateless", False)
     *args, state = make(96, kind, **{name: value for name, value in options.items() if name != "stateless"})
     starts = documents(96, len(state)).at[:, 48].set(True) if resets else None
@@ -66,8 +66,8 @@ def test_sharded_recurrence_matches_one_device(sizes, kind, options, resets):
 
 
 @slow
-def test_what_is_forgotten_stays_forgotten():
-    """Decays down to nothing, and none at all."""
+def test_strong_decays_match_one_device():
+    """Decays from complete to none."""
     query, key, value, decay, beta, state = make(64)
     steep = decay * jnp.where(jnp.arange(64) % 3 == 0, 1e4, 0.0)[None, :, None, None]
     execution = Execution(layout=ed.Layout.create(**EIGHT))
@@ -81,7 +81,7 @@ def test_what_is_forgotten_stays_forgotten():
 @pytest.mark.parametrize("tailed", [True, pytest.param(False, marks=slow)])
 @pytest.mark.parametrize("sizes", [FOUR, pytest.param(EIGHT, marks=slow)])
 def test_sharded_convolution_matches_one_device(sizes, dilation, tailed):
-    """Gaps in rows, whole pieces of padding, documents that come back; pieces shorter than what is looked back at."""
+    """Gaps in rows, shards of padding, interleaved documents; shards shorter than the kernel."""
     draws, channels, taps = np.random.default_rng(0), 6, 4
     x, kernel = draws.normal(size=(4, 32, channels)), draws.normal(size=(channels, taps))
     tail = draws.normal(size=(4, (taps - 1) * dilation, channels)) if tailed else None
@@ -134,7 +134,7 @@ def outputs(layer, rows, execution):
 MIXERS = ("delta net", "mamba2", "mamba", "kimi delta", "gated unit", "time mix", "mLSTM")
 
 
-# on context=2, data=2, tensor=2 XLA for CPU (jax 0.10) crashes in the decay by channel of one chunk of 32 tokens
+# with context=2, data=2, tensor=2, XLA for CPU (jax 0.10) crashes for decay by channel and one chunk of 32 tokens
 @slow
 @pytest.mark.parametrize("sizes", [FOUR, EIGHT, dict(context=2, data=4)])
 @pytest.mark.parametrize("name", [*MIXERS, "lightning", "mamba2 and attention"])
@@ -147,8 +147,8 @@ def test_layers(name, sizes):
 
 @slow
 @pytest.mark.parametrize("name", MIXERS)
-def test_tokens_stay_where_they_are(name):
-    """Of a step on context=4 nothing in f32 is gathered that has the row's length."""
+def test_tokens_are_not_gathered(name):
+    """A step on context=4 gathers no float32 array with the length of the row."""
     layer, (x, positions, segments) = layer_and_rows(name, length=256)
     layout = ed.Layout.create(context=4, data=2)
     x = jax.device_put(x, layout.activation_sharding("batch length embed", x.shape))
