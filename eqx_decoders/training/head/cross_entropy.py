@@ -1,4 +1,4 @@
-"""Cross-entropy of next tokens: the plain form, and one fused with the output head that never holds all logits."""
+"""Cross-entropy of next tokens: from logits, and fused with the output head without storing all logits."""
 
 import dataclasses
 import functools
@@ -14,16 +14,16 @@ from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.errors import NonNegativeFloat
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training.head.device_head import DeviceHead, LogitSums, VocabPart
-from eqx_decoders.training.head.head_tiles import HeadForm, HeadTiles, added, zeros
+from eqx_decoders.training.head.head_tiles import HeadForm, HeadTiles, add_head_gradients, float32_zeros
 from eqx_decoders.training.head.vocab_parallel import HeadSplit, HeadWeights
 
 
-# So few tiles run as a sequence instead of a loop, if `flatten`.
-_UNROLLED = 4
+# Maximum number of tiles whose loop is unrolled, with `flatten`.
+_MAX_UNROLLED = 4
 
 
 class LossSums(NamedTuple):
-    """Weighted sums over all tokens that are reported with the loss; they have no gradients."""
+    """Negative log-likelihood and number of correct predictions, as weighted sums over tokens, without gradients."""
 
     nll: Float[Array, ""]
     correct: Float[Array, ""]
@@ -32,7 +32,7 @@ class LossSums(NamedTuple):
 def cross_entropy(
     logits: Float[Array, "batch length vocab"], targets: Integer[Array, "batch length"], *, z_loss: float = 0.0
 ) -> Float[Array, "batch length"]:
-    """Compute `logsumexp(logits) - logits[target] + z_loss * logsumexp(logits)^2` of each token, in nats and f32.
+    """Compute `logsumexp(logits) - logits[target] + z_loss * logsumexp(logits)^2` of each token, in nats and float32.
 
     The last term keeps the normalizer near 1 (PaLM, 2022). A target outside the vocabulary gives NaN.
     """
@@ -54,20 +54,20 @@ def linear_cross_entropy(
     flatten: bool = False,
     layout: Layout | None = None,
 ) -> tuple[Float[Array, ""], LossSums]:
-    """Compute `sum(weights * cross_entropy(cap(hidden @ kernel + bias), targets))`, a tile of positions at a time.
+    """Compute `sum(weights * cross_entropy(cap(hidden @ kernel + bias), targets))` in tiles of positions.
 
-    `cap(x) = soft_cap * tanh(x / soft_cap)`. The kernel is `[vocab, embed]` if `tied`, the table of the embedding. When
-    differentiated, the gradients are computed along with the loss (Liger, Hsu et al. 2024): three products, not four.
-    `flatten` as in `numerics.einsum`.
+    `cap(x) = soft_cap * tanh(x / soft_cap)`. With `tied`, the kernel is the embedding table, `[vocab, embed]`. When the
+    function is differentiated, the gradients are computed together with the loss (Liger, Hsu et al. 2024), with three
+    products instead of four. `flatten`: see `numerics.einsum`.
 
-    On the mesh of a `layout` tokens and vocabulary are split by it. A device gathers the features of its part of the
-    vocabulary once, and adds the gradient of that part up in f32 over all its tiles; then devices share the sums once
-    (reduce-scatter, in the dtype of `hidden`, as that of all other weights; in f32 for float16). Where that would take
-    more than `tiles.head_bytes`, it goes through its part of the vocabulary in several pieces, twice: for the
-    normalizers, then for the gradients. That is four products.
+    On the mesh of `layout`, tokens and vocabulary are split. A device gathers the features of its part of the
+    vocabulary once, sums the gradient of this part over its tiles in float32, and the sums are reduced over devices
+    once (reduce-scatter, in the dtype of `hidden`, but in float32 for float16). If this would need more than
+    `tiles.head_bytes`, the part of a device is processed in several pieces, twice: for the normalizers and then for the
+    gradients, with four products.
 
-    Where a weight is zero the target may be anything, and that weight gets no gradient; elsewhere a target outside the
-    vocabulary gives NaN. Options out of range raise ConfigError.
+    Where a weight is zero, the target can be any number and the weight has no gradient. Elsewhere a target outside of
+    the vocabulary results in NaN. Raises ConfigError for invalid options.
     """
     options: Any = dict(flatten=flatten, tiles=tiles, layout=Layout() if layout is None else layout)
     form = _LossForm(tied=tied, soft_cap=soft_cap, z_loss=z_loss, **options)
@@ -87,42 +87,42 @@ def linear_argmax(
     flatten: bool = False,
     layout: Layout | None = None,
 ) -> Int[Array, "batch length"]:
-    """Compute `argmax(hidden @ kernel + bias)` for a tile of positions at a time, as in `linear_cross_entropy`."""
+    """Compute `argmax(hidden @ kernel + bias)` in tiles of positions, as in `linear_cross_entropy`."""
     form = HeadForm(tied=tied, flatten=flatten, tiles=tiles, layout=Layout() if layout is None else layout)
     split = form.split(hidden, head.kernel)
-    return split.mapped(functools.partial(_argmax, form, split), split.tokens)(hidden, head)
+    return split.shard_map(functools.partial(_argmax, form, split), split.tokens)(hidden, head)
 
 
 def _argmax(form: HeadForm, split: HeadSplit, hidden: Array, head: HeadWeights) -> Array:
     local = DeviceHead.create(form, split, hidden, head)
-    (tiles,) = local.cut(hidden)
+    (tiles,) = local.split_tiles(hidden)
 
     def prepare(part: VocabPart) -> Any:
         def step(logits, _, best):
-            top = jnp.max(logits, axis=-1)
-            better, best_id = top > best[0], part.first + jnp.argmax(logits, axis=-1)  # of equals the lowest id
-            return jnp.where(better, top, best[0]), jnp.where(better, best_id, best[1])
+            highest = jnp.max(logits, axis=-1)
+            better, best_id = highest > best[0], part.first + jnp.argmax(logits, axis=-1)  # the lowest of equal ids
+            return jnp.where(better, highest, best[0]), jnp.where(better, best_id, best[1])
 
         return step
 
     begin = jnp.full(tiles.shape[:3], -jnp.inf, jnp.float32), jnp.zeros(tiles.shape[:3], jnp.int32)
     highest, where = local.over_logits(tiles, None, prepare, begin)[0]
     where = split.lowest(jnp.where(highest == split.highest(highest), where, jnp.iinfo(where.dtype).max))
-    return local.joined(where)
+    return local.join_tiles(where)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _LossForm(HeadForm):
-    """Logits with the weight of their squared normalizer in the loss."""
+    """Function from hidden states to logits, and the cross-entropy with z-loss."""
 
     z_loss: NonNegativeFloat = 0.0
 
     def losses(self, sums: LogitSums) -> tuple[Array, Array, Array]:
-        """Return (loss, nll, correct) of each token."""
+        """Return loss, negative log-likelihood and correctness of each token."""
         nll = sums.normalizer - sums.picked[..., 0]
-        return _with_z_loss(nll, sums.normalizer, self.z_loss), nll, sums.right[..., 0]
+        return _with_z_loss(nll, sums.normalizer, self.z_loss), nll, sums.correct[..., 0]
 
-    def by_logits(self, logits, targets, weights, normalizer):
+    def logit_gradient(self, logits, targets, weights, normalizer):
         """Compute the gradient by the logits: `weight * ((1 + 2 z_loss normalizer) softmax - one_hot)`."""
         slope = weights * (1 + 2 * self.z_loss * normalizer)
         hits = lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
@@ -130,18 +130,18 @@ class _LossForm(HeadForm):
 
 
 def _pick(logits, targets):
-    """Return `logits[target]`; NaN for a target outside, which would otherwise be taken from the other end."""
+    """Return `logits[target]`; NaN for targets outside of the vocabulary, which would wrap around otherwise."""
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
     return jnp.where((targets >= 0) & (targets < logits.shape[-1]), picked, jnp.nan)
 
 
 def _with_z_loss(nll, normalizer, z_loss):
-    return nll + z_loss * normalizer**2 if z_loss else nll  # the square may overflow
+    return nll + z_loss * normalizer**2 if z_loss else nll  # only then, because the square can overflow
 
 
 def _sums(split, losses, weights):
-    # in one array, so that devices meet once
-    loss, nll, correct = split.over_rows(jnp.stack([jnp.sum(weights * each) for each in losses]))
+    # in one array, so that there is one collective
+    loss, nll, correct = split.sum_rows(jnp.stack([jnp.sum(weights * values) for values in losses]))
     return loss, LossSums(nll, correct)
 
 
@@ -150,10 +150,10 @@ def _loss_alone(form: _LossForm, hidden, head, targets, weights) -> tuple[Any, L
 
     def on_device(hidden, head, targets, weights):
         local = DeviceHead.create(form, split, hidden, head)
-        hidden, targets, weights = local.cut(hidden, targets, weights)
+        hidden, targets, weights = local.split_tiles(hidden, targets, weights)
         return _sums(split, form.losses(local.sums(hidden, targets[..., None])[0]), weights)
 
-    return split.mapped(on_device, PartitionSpec())(hidden, head, targets, weights)
+    return split.shard_map(on_device, PartitionSpec())(hidden, head, targets, weights)
 
 
 def _fused_forward(form: _LossForm, hidden, head, targets, weights):
@@ -161,14 +161,14 @@ def _fused_forward(form: _LossForm, hidden, head, targets, weights):
 
     def on_device(hidden, head, targets, weights):
         local = DeviceHead.create(form, split, hidden, head)
-        hidden, targets, weights = local.cut(hidden, targets, weights)
+        hidden, targets, weights = local.split_tiles(hidden, targets, weights)
         make = _gradients if local.parts == 1 else _gradients_in_parts
         losses, to_hidden, to_head = make(form, local, hidden, targets, weights)
         to_weights = jnp.where(weights == 0, 0.0, losses[0])
-        return _sums(split, losses, weights), (local.joined(to_hidden), to_head, local.joined(to_weights))
+        return _sums(split, losses, weights), (local.join_tiles(to_hidden), to_head, local.join_tiles(to_weights))
 
     outputs = (PartitionSpec(), (split.tokens, split.head_gradient, split.tokens))
-    sums, found = split.mapped(on_device, outputs)(hidden, head, targets, weights)
+    sums, found = split.shard_map(on_device, outputs)(hidden, head, targets, weights)
     like = jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), (hidden, head))
     return sums, (*found, like)
 
@@ -176,39 +176,42 @@ def _fused_forward(form: _LossForm, hidden, head, targets, weights):
 def _gradients(
     form: _LossForm, local: DeviceHead, hidden: Array, targets: Array, weights: Array
 ) -> tuple[Any, Array, HeadWeights]:
-    """Compute losses and the gradients of their sum by hidden states and head: three products for each tile."""
-    split, whole = local.split, local.part(0, local.gathered(0))
-    (forth, back), (dimension, other) = form.kernels(whole.head.kernel)
+    """Compute losses, and the gradients of their sum with respect to hidden states and head, with three products."""
+    split, whole = local.split, local.part(0, local.gather_kernel(0))
+    (kernel, backward_kernel), (dimension, backward_dimension) = form.kernels(whole.head.kernel)
 
     def over_tile(total, tile):
         hidden, targets, weights, known = tile
-        logits = form.logits(hidden, forth, dimension, whole.head.bias)
+        logits = form.logits(hidden, kernel, dimension, whole.head.bias)
         found = LogitSums.of(logits, targets[..., None], whole).over_ids(split, known[..., None])
-        gradient = form.by_logits(logits, targets - whole.first, weights, found.normalizer)
-        gradient = form.before_cap(logits, gradient)
-        total = added(total, form.weight_gradients(hidden, gradient, whole.head.bias))
-        return total, (form.losses(found), split.over_ids(form.times(gradient.astype(hidden.dtype), back, other)))
+        gradient = form.logit_gradient(logits, targets - whole.first, weights, found.normalizer)
+        gradient = form.product_gradient(logits, gradient)
+        total = add_head_gradients(total, form.weight_gradients(hidden, gradient, whole.head.bias))
+        return total, (
+            form.losses(found),
+            split.sum_over_ids(form.multiply(gradient.astype(hidden.dtype), backward_kernel, backward_dimension)),
+        )
 
-    # Written out, the first addition of the kernel's gradient disappears and the last one joins what follows. (Not
-    # where memory is short: the tiles could then be worked on at the same time.)
-    unroll = form.flatten and targets.shape[0] <= _UNROLLED
+    # Unrolled, the first addition to the kernel's gradient is omitted, and the last one is fused with what follows. Not
+    # if memory is limited, because XLA could then compute several tiles at the same time.
+    unroll = form.flatten and targets.shape[0] <= _MAX_UNROLLED
     tiles = (hidden, targets, weights, local.known(targets))
-    total, (losses, to_hidden) = lax.scan(over_tile, zeros(whole.head), tiles, unroll=unroll)
-    to_head = split.scattered(total, hidden.dtype)
+    total, (losses, to_hidden) = lax.scan(over_tile, float32_zeros(whole.head), tiles, unroll=unroll)
+    to_head = split.reduce_scatter(total, hidden.dtype)
     if split.layout.backend.gradient_rings and local.is_large():
-        # now, or what is added up may be in memory throughout the backward pass, beside which it travels
+        # The reduction is finished here. Otherwise its sums could stay in memory during the complete backward pass.
         to_hidden, to_head = lax.optimization_barrier((to_hidden, to_head))
-    return losses, to_hidden, split.summed(to_head)
+    return losses, to_hidden, split.sum_over_rows(to_head)
 
 
 def _gradients_in_parts(
     form: _LossForm, local: DeviceHead, hidden: Array, targets: Array, weights: Array
 ) -> tuple[Any, Array, HeadWeights]:
-    """Compute `_gradients` part by part of the vocabulary, in two passes, of which the second goes backwards."""
+    """Compute `_gradients` part by part of the vocabulary, in two passes. The second pass has the reverse order."""
     found, last = local.sums(hidden, targets[..., None])
 
     def prepare(part: VocabPart) -> Any:
-        return lambda logits, values: form.by_logits(logits, values[0] - part.first, *values[1:])
+        return lambda logits, values: form.logit_gradient(logits, values[0] - part.first, *values[1:])
 
     values = (targets, weights, found.normalizer)
     return form.losses(found), *local.gradients(hidden, values, prepare, last)
@@ -216,8 +219,8 @@ def _gradients_in_parts(
 
 def _fused_backward(form, saved, cotangents):
     to_hidden, to_head, to_weights, like = saved
-    cotangent = cotangents[0]  # those of the reported sums are zero: they carry no gradients
-    # All gradients are of a plain sum, so all take the cotangent: a scaled loss, or one of several accumulated.
+    cotangent = cotangents[0]  # the cotangents of the reported sums are zero
+    # The saved gradients are those of the sum, so they are multiplied by the cotangent of a scaled loss.
     gradients = jax.tree.map(lambda x, other: (cotangent * x).astype(other.dtype), (to_hidden, to_head), like)
     return *gradients, None, cotangent * to_weights
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from eqx_decoders.errors import check, check_number, check_option
 from eqx_decoders.training.head.device_head import DeviceHead, VocabPart
-from eqx_decoders.training.head.head_tiles import HeadForm, zeros
+from eqx_decoders.training.head.head_tiles import HeadForm, float32_zeros
 from eqx_decoders.training.head.vocab_parallel import HeadSplit, HeadWeights
 
 
@@ -143,7 +143,7 @@ class _Forms(NamedTuple):
         def on_device(hidden, head, teacher_hidden, teacher_head, *others):
             student = DeviceHead.create(self.student, split, hidden, head)
             teacher = DeviceHead.create(teachers_form, teachers_split, teacher_hidden, teacher_head)
-            return function(student, teacher, *student.cut(hidden, teacher_hidden, *others))
+            return function(student, teacher, *student.split_tiles(hidden, teacher_hidden, *others))
 
         if split.layout.single:
             return on_device(*arguments)
@@ -154,9 +154,9 @@ class _Forms(NamedTuple):
 def _teachers_logits(student: DeviceHead, teacher: DeviceHead, part: VocabPart) -> Callable[[Array], Array]:
     """Gather the teacher's features of a student's part, now; return the map from a tile of its hidden states."""
     teacher = dataclasses.replace(teacher, parts=student.parts, width=student.width)
-    ids = teacher.part(part.number, teacher.gathered(part.number))
-    (forth, _), (dimension, _) = teacher.form.kernels(ids.head.kernel)
-    return lambda hidden: teacher.form.logits(hidden, forth, dimension, ids.head.bias)
+    ids = teacher.part(part.number, teacher.gather_kernel(part.number))
+    (kernel, _), (dimension, _) = teacher.form.kernels(ids.head.kernel)
+    return lambda hidden: teacher.form.logits(hidden, kernel, dimension, ids.head.bias)
 
 
 def _forward(forms: _Forms, hidden: Array, head: HeadWeights, teacher_hidden: Array, teacher_head: HeadWeights) -> Any:
@@ -179,9 +179,9 @@ def _forward(forms: _Forms, hidden: Array, head: HeadWeights, teacher_hidden: Ar
 
             return step
 
-        begin = zeros((normalizers[0], normalizers[0]))
+        begin = float32_zeros((normalizers[0], normalizers[0]))
         sums = student.over_logits(hidden, (teacher_hidden, normalizers), prepare, begin)[0]
-        return jax.tree.map(student.joined, (*student.split.over_ids(sums), *normalizers))
+        return jax.tree.map(student.join_tiles, (*student.split.sum_over_ids(sums), *normalizers))
 
     return forms.mapped(on_device, lambda split: (split.tokens,) * 4, hidden, head, teacher_hidden, teacher_head)
 
@@ -214,7 +214,7 @@ def _backward(forms: _Forms, saved: Any, cotangent: Array) -> Any:
             return by_logits
 
         to_hidden, to_head = student.gradients(hidden, values, prepare)
-        return student.joined(to_hidden), to_head
+        return student.join_tiles(to_hidden), to_head
 
     values = (cotangent, slopes, *normalizers)
     slopes = forms.mapped(on_device, lambda split: (split.tokens, split.head_gradient), *arguments, *values)

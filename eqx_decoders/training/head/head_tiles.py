@@ -1,4 +1,4 @@
-"""The map from hidden states to logits and its gradients, for a tile of positions."""
+"""Logits of a tile of positions, and their gradients with respect to hidden states and head."""
 
 import dataclasses
 import math
@@ -17,19 +17,19 @@ from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training.head.vocab_parallel import HeadSplit, HeadWeights
 
 
-# Positions below which a tile is not worth reading the whole kernel for.
-_TILE_LEAST = 64
+# Minimum number of positions of a tile: each tile reads the complete kernel.
+_MIN_TILE_LENGTH = 64
 
 
 class HeadTiles(NamedTuple):
-    """Parts in which head and loss are computed together.
+    """Sizes of the parts in which head and loss are computed together.
 
     **Arguments:**
 
-    - `positions`: of each sequence on a device in a tile; None: so many that their logits take 64 MB there, 256 MB on a
-        TPU, 1 GB on a GPU.
-    - `head_bytes`: bound of a device's gathered kernel and its gradient, with the kernel of the next part if there are
-        several; None: no bound.
+    - `positions`: number of positions of each sequence on a device in a tile. None: as many as have logits of 64 MB on
+        a CPU, 256 MB on a TPU and 1 GB on a GPU.
+    - `head_bytes`: maximum bytes per device of the gathered kernel and its gradient, including the kernel of the next
+        part if there are several parts. None: no maximum.
     """
 
     positions: int | None = None
@@ -37,46 +37,55 @@ class HeadTiles(NamedTuple):
 
 
 def tile_length(batch: int, length: int, vocab: int, tile: int | None, backend: Backend) -> int:
-    """Return the requested length, or the largest within the bound (but no sliver), evened out over the tiles.
+    """Return `tile`, or by default the largest number of positions within the backend's bound, equal for all tiles.
 
-    Logits of a tile are small beside the weights, and large enough that few gradients of the kernel are added: an
-    accelerator reads and writes that sum as fast as it multiplies from about a thousand positions on.
+    The logits of a tile are then small compared with the weights, and there are few tiles: the gradient of the kernel
+    is added once per tile, which takes as long as the products of about a thousand positions on an accelerator.
     """
     if tile is None:
-        tile = max(_TILE_LEAST, backend.loss_tile_bytes // max(1, 4 * batch * vocab))
+        tile = max(_MIN_TILE_LENGTH, backend.loss_tile_bytes // max(1, 4 * batch * vocab))
         tile = math.ceil(length / max(1, math.ceil(length / tile)))
     return max(1, min(tile, length))
 
 
-def cut(x: Any, tile: int) -> Any:
-    """Cut `[batch, length, ...]` into `[tiles, batch, tile, ...]`, zeros filling the last one; the batch stays."""
+def split_tiles(x: Any, tile: int) -> Any:
+    """Split `[batch, length, ...]` into `[tiles, batch, tile, ...]`. The last tile is padded with zeros."""
     missing = -x.shape[1] % tile
     if missing:
         x = jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2))
     return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // tile, tile, *x.shape[2:]), 1, 0)
 
 
-def joined(tiles: Any, length: int) -> Any:
-    """Join the tiles of `cut` again."""
+def join_tiles(tiles: Any, length: int) -> Any:
+    """Join the tiles of `split_tiles`."""
     x = jnp.moveaxis(tiles, 0, 1)
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, :length]
 
 
-def zeros(like: Any) -> Any:
-    """Return zeros in f32, in which gradients are added up."""
+def float32_zeros(like: Any) -> Any:
+    """Return float32 zeros with the shapes of `like`, to which gradients are added."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
 
 
-def added(one: HeadWeights, other: HeadWeights) -> HeadWeights:
-    """Add gradients of the head."""
-    return jax.tree.map(jnp.add, one, other)
+def add_head_gradients(first: HeadWeights, second: HeadWeights) -> HeadWeights:
+    """Add two gradients of the head."""
+    return jax.tree.map(jnp.add, first, second)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadForm(CheckedFields):
-    """The map from hidden states to logits, `cap(hidden @ kernel + bias) / temperature`, and its gradients.
+    """Function from hidden states to logits, `cap(hidden @ kernel + bias) / temperature`, and its gradients.
 
-    Raises ConfigError for options out of range.
+    Raises ConfigError for invalid options.
+
+    **Arguments:**
+
+    - `tied`: whether the kernel is the embedding table, `[vocab, embed]`.
+    - `soft_cap`: `cap(x) = soft_cap * tanh(x / soft_cap)`. None: no cap.
+    - `temperature`: divisor of the logits.
+    - `flatten`: compute products of matrices, as in `numerics.einsum`.
+    - `tiles`: sizes of tiles and parts.
+    - `layout`: the mesh.
     """
 
     checked_name = ""  # errors name the arguments of the functions of this package
@@ -96,17 +105,18 @@ class HeadForm(CheckedFields):
 
     def check_kernel(self, name: str, hidden: Array, kernel: Array) -> None:
         """Raise ConfigError if the kernel does not fit the hidden states."""
-        shape = kernel.shape
-        rule = f"{name} kernel of shape {shape} with tied={self.tied} does not fit hidden {hidden.shape}:"
-        rule = f"{rule} it must be [vocab, embed] if tied, otherwise [embed, vocab]."
-        check(shape[1 if self.tied else 0] == hidden.shape[2], rule)
+        check(
+            kernel.shape[1 if self.tied else 0] == hidden.shape[2],
+            f"{name}: kernel of shape {kernel.shape} with tied={self.tied} does not fit hidden states of shape "
+            f"{hidden.shape}: it must be [vocab, embed] if tied, otherwise [embed, vocab].",
+        )
 
     def split(self, hidden: Array, kernel: Array) -> HeadSplit:
-        """Split tokens and vocabulary over the mesh."""
+        """Return the division of tokens and vocabulary over the mesh."""
         return HeadSplit.create(self.layout, self.tied, hidden.shape, kernel.shape)
 
     def kernels(self, kernel):
-        """Return the kernel for the logits and for the gradient of hidden, and the dimensions to contract."""
+        """Return the kernels for logits and for the gradient of hidden states, and their contracted dimensions."""
         inside = 1 if self.tied else 0
         if self.flatten and prefers_row_major_weights(kernel.dtype):
             pair = (row_major_transpose(kernel), kernel)
@@ -114,19 +124,19 @@ class HeadForm(CheckedFields):
         return (kernel, kernel), (inside, 1 - inside)
 
     def logits(self, hidden, kernel, dimension, bias):
-        """Compute the logits of a tile, in f32."""
-        logits = add_bias(self.times(hidden, kernel, dimension), bias)
+        """Compute the logits of a tile, in float32."""
+        logits = add_bias(self.multiply(hidden, kernel, dimension), bias)
         logits = logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
         return logits if self.temperature == 1.0 else logits / self.temperature
 
-    def before_cap(self, logits, gradient):
-        """Compute the gradient by the products, before cap and temperature, from that by the logits."""
+    def product_gradient(self, logits, gradient):
+        """Compute the gradient with respect to the products (before cap and temperature) from that of the logits."""
         if self.temperature != 1.0:
             logits, gradient = logits * self.temperature, gradient / self.temperature
         return gradient if self.soft_cap is None else gradient * (1 - (logits / self.soft_cap) ** 2)
 
-    def times(self, x, kernel, dimension):
-        """Multiply `[batch, tile, n]` by the kernel over n, in f32."""
+    def multiply(self, x, kernel, dimension):
+        """Multiply `[batch, tile, n]` by the kernel over n, in float32."""
         if not self.flatten:
             return lax.dot_general(x, kernel, (((2,), (dimension,)), ((), ())), preferred_element_type=jnp.float32)
         batch, tile, inner = x.shape
@@ -134,12 +144,12 @@ class HeadForm(CheckedFields):
         return product.reshape(batch, tile, kernel.shape[1 - dimension])
 
     def weight_gradients(self, hidden, gradient, bias):
-        """Compute the gradients of the kernel, and of the bias if there is one, in f32."""
+        """Compute the gradients of the kernel and of the bias (if there is one), in float32."""
         to_bias = None if bias is None else jnp.sum(gradient, axis=(0, 1))
-        return HeadWeights(self.outer(hidden, gradient.astype(hidden.dtype)), to_bias)
+        return HeadWeights(self.kernel_gradient(hidden, gradient.astype(hidden.dtype)), to_bias)
 
-    def outer(self, hidden, gradient):
-        """Compute the gradient of the kernel, in f32."""
+    def kernel_gradient(self, hidden, gradient):
+        """Compute the gradient of the kernel, in float32."""
         a, b = (gradient, hidden) if self.tied else (hidden, gradient)
         if not self.flatten:
             return lax.dot_general(a, b, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""Log-probs, entropy and normalizer of tokens, fused with the output head so that all logits never exist at once."""
+"""Log-probs, entropy and normalizer of tokens, fused with the output head without storing all logits."""
 
 import functools
 from typing import Any, NamedTuple
@@ -16,12 +16,12 @@ from eqx_decoders.training.head.vocab_parallel import HeadWeights
 
 
 class LogProbs(NamedTuple):
-    """What a model's distribution says of tokens, in f32 and nats.
+    """Log-probs of tokens and properties of the distributions, in nats and float32.
 
     **Arguments:**
 
-    - `log_probs`: of the targets, `z[target] - log sum exp(z)`, never above 0.
-    - `entropy`: of the distribution at each position.
+    - `log_probs`: log-probs of the targets, `z[target] - log sum exp(z)`; at most 0.
+    - `entropy`: entropy of the distribution at each position.
     - `normalizer`: `log sum exp(z)`.
     - `top`: 1 if the target is the result of `argmax` (the lowest id with the highest logit), otherwise 0; no gradient.
     """
@@ -44,14 +44,14 @@ def linear_log_probs(
     flatten: bool = False,
     layout: Layout | None = None,
 ) -> LogProbs:
-    """Compute `LogProbs` of `z = cap(hidden @ kernel + bias) / temperature`, a tile of positions at a time.
+    """Compute `LogProbs` of `z = cap(hidden @ kernel + bias) / temperature`, in tiles of positions.
 
-    `cap(x) = soft_cap * tanh(x / soft_cap)`, `temperature` is that at which the targets were drawn. A position has one
-    target, or several along a last dimension. Meshes, tiles and parts of the vocabulary are those of
-    `linear_cross_entropy`; the gradient computes the logits again, a tile at a time: four products. It goes to `hidden`
-    and `head`, from log-probs, entropy and normalizer.
+    `cap(x) = soft_cap * tanh(x / soft_cap)`. `temperature` is the sampling temperature of the targets. A position has
+    one target, or several along a last dimension. Meshes, tiles and parts of the vocabulary are those of
+    `linear_cross_entropy`. Log-probs, entropy and normalizer have gradients with respect to `hidden` and `head`, which
+    compute the logits again (four products).
 
-    A target outside the vocabulary gives NaN. Options out of range raise ConfigError.
+    A target outside of the vocabulary results in NaN. Raises ConfigError for invalid options.
     """
     options: Any = dict(flatten=flatten, tiles=tiles, layout=Layout() if layout is None else layout)
     form = HeadForm(tied=tied, soft_cap=soft_cap, temperature=temperature, **options)
@@ -66,8 +66,8 @@ def _of_sums(found: LogitSums) -> LogProbs:
     assert found.weighted is not None
     normalizer = found.normalizer
     entropy = jnp.maximum(normalizer - found.weighted / found.total, 0.0)
-    log_probs = jnp.minimum(found.picked - normalizer[..., None], 0.0)  # NaN stays
-    return LogProbs(log_probs, entropy, normalizer, found.right)
+    log_probs = jnp.minimum(found.picked - normalizer[..., None], 0.0)  # NaN is kept
+    return LogProbs(log_probs, entropy, normalizer, found.correct)
 
 
 def _forward(form: HeadForm, hidden: Array, head: HeadWeights, targets: Array) -> LogProbs:
@@ -75,11 +75,11 @@ def _forward(form: HeadForm, hidden: Array, head: HeadWeights, targets: Array) -
 
     def on_device(hidden, head, targets):
         local = DeviceHead.create(form, split, hidden, head)
-        found = _of_sums(local.sums(*local.cut(hidden, targets), entropy=True)[0])
-        return jax.tree.map(local.joined, found)
+        found = _of_sums(local.sums(*local.split_tiles(hidden, targets), entropy=True)[0])
+        return jax.tree.map(local.join_tiles, found)
 
     outputs: Any = LogProbs(*(split.tokens for _ in LogProbs._fields))  # pyright: ignore[reportArgumentType]
-    return split.mapped(on_device, outputs)(hidden, head, targets)
+    return split.shard_map(on_device, outputs)(hidden, head, targets)
 
 
 def _forward_saved(form: HeadForm, hidden: Array, head: HeadWeights, targets: Array) -> Any:
@@ -97,7 +97,7 @@ def _by_logits(part: VocabPart, logits: Array, values: Any) -> Array:
     if ids.shape[-1] == 1:
         hits = lax.broadcasted_iota(ids.dtype, logits.shape, 2) == ids
         return gradient + jnp.where(hits, to_log_probs, 0.0)
-    ids = jnp.where((ids >= 0) & (ids < logits.shape[-1]), ids, logits.shape[-1])  # negative ones would wrap
+    ids = jnp.where((ids >= 0) & (ids < logits.shape[-1]), ids, logits.shape[-1])  # negative ids would wrap around
     add = jax.vmap(jax.vmap(lambda row, ids, values: row.at[ids].add(values, mode="drop")))
     return add(gradient, ids, to_log_probs)
 
@@ -111,12 +111,12 @@ def _backward(form: HeadForm, saved: Any, cotangents: LogProbs) -> Any:
 
     def on_device(hidden, head, *values):
         local = DeviceHead.create(form, split, hidden, head)
-        tiles, *values = local.cut(hidden, *values)
+        tiles, *values = local.split_tiles(hidden, *values)
         to_hidden, to_head = local.gradients(tiles, tuple(values), prepare)
-        return local.joined(to_hidden), to_head
+        return local.join_tiles(to_hidden), to_head
 
     values = (targets, *cotangents[:3], normalizer, entropy)
-    slopes = split.mapped(on_device, (split.tokens, split.head_gradient))(hidden, head, *values)
+    slopes = split.shard_map(on_device, (split.tokens, split.head_gradient))(hidden, head, *values)
     return *jax.tree.map(lambda x, like: x.astype(like.dtype), slopes, (hidden, head)), None
 
 

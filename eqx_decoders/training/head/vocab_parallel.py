@@ -1,4 +1,4 @@
-"""Tokens and vocabulary of the loss split over a mesh, and the collectives between its devices."""
+"""Division of the tokens and the vocabulary of the loss over a mesh, and the collectives of its devices."""
 
 import dataclasses
 import math
@@ -16,12 +16,12 @@ from eqx_decoders.sharding.layout import Layout
 
 
 class HeadWeights(NamedTuple):
-    """Weights of the output head, or what belongs to them: their gradients, or how they are split.
+    """Weights of the output head, or a tree of the same structure: gradients, or shardings.
 
     **Arguments:**
 
-    - `kernel`: `[embed, vocab]`, or the table of the embedding, `[vocab, embed]`.
-    - `bias`: added to the products of each id; None for none.
+    - `kernel`: `[embed, vocab]`, or the embedding table, `[vocab, embed]`.
+    - `bias`: bias of each id, or None.
     """
 
     kernel: Any
@@ -30,18 +30,20 @@ class HeadWeights(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadSplit:
-    """Split of the loss over a mesh: each device has logits of its own tokens and ids, and some features of the kernel.
+    """Division of the loss over a mesh: each device computes logits of its tokens and ids, and stores some features of
+    the kernel.
 
-    The others' features are gathered, for all of its ids at once or for some at a time, and the gradient of what has
-    been gathered is added up over all of its tokens before devices share it.
+    Features of other devices are gathered, for all ids of the device or for a part of them. The gradient of the
+    gathered kernel is summed over the tokens of the device before it is summed over devices.
 
     **Arguments:**
 
-    - `layout`: the mesh and its tables.
-    - `inside`: the dimension of the kernel that is contracted, 1 if it is the embedding's table.
-    - `tokens`, `kernel`: how `[batch, length]` and the kernel are split.
-    - `gradient`: how the kernel's gradient is split: like the kernel, or in dimension `spread` over `data`, too.
-    - `ids`, `features`, `rows`: mesh axes that split the vocabulary, the kernel's features and the tokens.
+    - `layout`: the mesh and its sharding rules.
+    - `inside`: the contracted dimension of the kernel: 1 for the embedding table, otherwise 0.
+    - `tokens`, `kernel`: sharding of `[batch, length]` and of the kernel.
+    - `gradient`: sharding of the kernel's gradient: that of the kernel, except that dimension `spread` is also split
+        over `data`.
+    - `ids`, `features`, `rows`: mesh axes that split the vocabulary, the features of the kernel, and the tokens.
     """
 
     layout: Layout
@@ -59,12 +61,12 @@ class HeadSplit:
         inside = 1 if tied else 0
         tokens = layout.activation_spec("batch length vocab", (*hidden[:2], kernel[1 - inside]))
         *rows, ids = (names_of(group) for group in tokens)
-        words = "vocab embed" if tied else "embed vocab"
-        spec = layout.weight_spec(words, kernel, "kernel")
+        axes = "vocab embed" if tied else "embed vocab"
+        spec = layout.weight_spec(axes, kernel, "kernel")
         features = tuple(name for name in names_of(spec[inside]) if name not in ids)
         split = (ids or None, features or None) if tied else (features or None, ids or None)
         specs = PartitionSpec(*tokens[:2]), PartitionSpec(*split)
-        rows, spread = sum(rows, ()), layout.gradient_spec(words, kernel)
+        rows, spread = sum(rows, ()), layout.gradient_spec(axes, kernel)
         new = [index for index in range(2) if "data" in rows and spread[index] != spec[index]]
         gradient = (names_of(group) + ("data",) * (index in new) for index, group in enumerate(split))
         specs = *specs, PartitionSpec(*(names or None for names in gradient))
@@ -72,62 +74,65 @@ class HeadSplit:
 
     @property
     def bias(self) -> PartitionSpec:
-        """How the bias and its gradient are split."""
+        """Sharding of the bias and of its gradient."""
         return PartitionSpec(self.ids or None)
 
     @property
     def head(self) -> HeadWeights:
-        """How the weights of the head are split."""
+        """Sharding of the weights of the head."""
         return HeadWeights(self.kernel, self.bias)
 
     @property
     def head_gradient(self) -> HeadWeights:
-        """How the gradients of the head are split."""
+        """Sharding of the gradients of the head."""
         return HeadWeights(self.gradient, self.bias)
 
-    def mapped(self, function: Callable[..., Any], outputs: Any) -> Callable[..., Any]:
-        """Map `function(hidden, head, *of tokens)` over the devices' parts; `outputs` are the specs of results."""
+    def shard_map(self, function: Callable[..., Any], outputs: Any) -> Callable[..., Any]:
+        """Run `function(hidden, head, *arrays)` on each device. `arrays` have a value for each token.
+
+        `outputs`: shardings of the results.
+        """
         if self.layout.single:
             return function
 
-        def everywhere(hidden, head, *others):
-            specs = (self.tokens, self.head, *(self.tokens for _ in others))
-            return self.layout.shard_map(function, specs, outputs)(hidden, head, *others)
+        def on_mesh(hidden, head, *arrays):
+            specs = (self.tokens, self.head, *(self.tokens for _ in arrays))
+            return self.layout.shard_map(function, specs, outputs)(hidden, head, *arrays)
 
-        return everywhere
+        return on_mesh
 
     def _count(self, names: tuple[str, ...]) -> int:
         return math.prod(self.layout.sizes[name] for name in names)
 
     def ids_of(self, kernel: Array) -> int:
-        """Return the number of a device's ids."""
+        """Return the number of ids of a device."""
         return kernel.shape[1 - self.inside]
 
     def vocab(self, kernel: Array) -> int:
         """Return the number of ids of all devices."""
         return self.ids_of(kernel) * self._count(self.ids)
 
-    def parts(self, kernel: Array, dtype: Any, most: int | None) -> tuple[int, int]:
-        """Return in how many parts a device's ids are gathered, and ids of each.
+    def parts(self, kernel: Array, dtype: Any, head_bytes: int | None) -> tuple[int, int]:
+        """Return the number of parts in which the ids of a device are gathered, and the number of ids of a part.
 
-        A part's kernel and gradient take at most `most` bytes, with the kernel of the next part if there are several;
-        ids of a part are rounded up to 128, the lanes of a TPU.
+        The kernel and the gradient of a part need at most `head_bytes`, including the kernel of the next part if there
+        are several. The number of ids of a part is a multiple of 128, the number of lanes of a TPU.
         """
         ids, embed = self.ids_of(kernel), kernel.shape[self.inside] * self._count(self.features)
-        if most is None or not self.features:
+        if head_bytes is None or not self.features:
             return 1, ids
-        gathered, gradient = embed * jnp.dtype(dtype).itemsize, embed * 4  # added up in f32
-        if ids * (gathered + gradient) <= most:
+        gathered, gradient = embed * jnp.dtype(dtype).itemsize, embed * 4  # float32
+        if ids * (gathered + gradient) <= head_bytes:
             return 1, ids
-        count = -(-ids * (2 * gathered + gradient) // most)
+        count = -(-ids * (2 * gathered + gradient) // head_bytes)
         width = min(ids, -(-ids // count // 128) * 128)
         return -(-ids // width), width
 
-    def scattered(self, gradients: HeadWeights, dtype: Any) -> HeadWeights:
-        """Sum over the devices that share the kernel's features, in `dtype`; return this device's features.
+    def reduce_scatter(self, gradients: HeadWeights, dtype: Any) -> HeadWeights:
+        """Sum the gradient of the kernel over the devices with other features; return the features of this device.
 
-        In float32 for float16: these are sums over tokens, not yet means, and may be above its largest number. The
-        bias has no features, and waits for `summed`.
+        The sum is computed in `dtype`, but in float32 for float16, because sums over tokens can exceed the largest
+        float16 value. The gradient of the bias has no features and is not changed.
         """
         dtype, gradient = jnp.float32 if dtype == jnp.float16 else dtype, gradients.kernel
         for name in self.features:
@@ -138,35 +143,36 @@ class HeadSplit:
                 else:
                     sums = lax.psum_scatter(terms, name, scatter_dimension=self.inside, tiled=True)
                 gradient = sums.astype(gradient.dtype)
-            else:  # its devices have the same tokens
+            else:  # the devices along this axis have the same tokens
                 size = gradient.shape[self.inside] // self.layout.sizes[name]
                 gradient = lax.dynamic_slice_in_dim(gradient, lax.axis_index(name) * size, size, self.inside)
         return HeadWeights(gradient, gradients.bias)
 
-    def summed(self, gradients: HeadWeights) -> HeadWeights:
-        """Sum scattered gradients over all other devices' tokens; return them, or this device's part of the kernel's.
+    def sum_over_rows(self, gradients: HeadWeights) -> HeadWeights:
+        """Sum the gradients of `reduce_scatter` over the tokens of all other devices.
 
-        Those of the bias are in float32 throughout.
+        Returns the gradients, split over `data` in dimension `spread` of the kernel if it is set. The gradient of the
+        bias is summed in float32.
         """
         others, gradient = tuple(name for name in self.rows if name not in self.features), gradients.kernel
         if self.spread is not None:
             gradient = lax.psum_scatter(gradient, "data", scatter_dimension=self.spread, tiled=True)
             others = tuple(name for name in others if name != "data")
         gradient = lax.psum(gradient, others) if others else gradient
-        return HeadWeights(gradient, None if gradients.bias is None else self.over_rows(gradients.bias))
+        return HeadWeights(gradient, None if gradients.bias is None else self.sum_rows(gradients.bias))
 
-    def over_ids(self, x: Any) -> Any:
-        """Sum over all devices' ids."""
+    def sum_over_ids(self, x: Any) -> Any:
+        """Sum over the ids of all devices."""
         return lax.psum(x, self.ids) if self.ids else x
 
     def highest(self, x: Array) -> Array:
-        """Return the maximum over all devices' ids."""
+        """Return the maximum over the ids of all devices."""
         return lax.pmax(x, self.ids) if self.ids else x
 
     def lowest(self, x: Array) -> Array:
-        """Return the minimum over all devices' ids."""
+        """Return the minimum over the ids of all devices."""
         return lax.pmin(x, self.ids) if self.ids else x
 
-    def over_rows(self, sums: Any) -> Any:
-        """Sum over all devices' tokens."""
+    def sum_rows(self, sums: Any) -> Any:
+        """Sum over the tokens of all devices."""
         return lax.psum(sums, self.rows) if self.rows else sums

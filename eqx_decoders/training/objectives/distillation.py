@@ -17,7 +17,7 @@ from eqx_decoders.errors import check, check_number
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.explicit import run_with_auto_axes
 from eqx_decoders.training.head.divergence import Divergence, linear_divergence, top_divergence
-from eqx_decoders.training.head.head_tiles import HeadForm, cut, joined, tile_length
+from eqx_decoders.training.head.head_tiles import HeadForm, join_tiles, split_tiles, tile_length
 from eqx_decoders.training.head.log_probs import linear_log_probs
 from eqx_decoders.training.head.vocab_parallel import HeadWeights
 from eqx_decoders.training.objectives.hidden_states import HiddenProjection, HiddenStates
@@ -189,6 +189,6 @@ def _top_tokens(teacher: Decoder, batch: Batch, top: int, temperature: float) ->
         return log_probs, ids
 
     tile = tile_length(hidden.shape[0], length, teacher.config.vocab_size, None, layout.backend)
-    log_probs, ids = (joined(x, length) for x in jax.lax.map(of_tile, cut(hidden, tile)))
+    log_probs, ids = (join_tiles(x, length) for x in jax.lax.map(of_tile, split_tiles(hidden, tile)))
     masked = (jnp.where(real[..., None], x, jnp.zeros_like(x)) for x in (ids, log_probs))
     return TopTokens(*(at_tokens(x, teacher.execution) for x in masked))
