@@ -2,6 +2,7 @@
 
 python scripts/convert.py import Qwen/Qwen3-0.6B runs/qwen
 python scripts/convert.py export runs/tiny exported/tiny --dtype bfloat16
+python scripts/convert.py merge runs/tuned/adapter merged/tuned
 python scripts/convert.py gguf exported/tiny tiny.gguf --dtype q8_0
 python scripts/convert.py verify exported/tiny
 python scripts/convert.py compare path/to/NewModel
@@ -30,6 +31,7 @@ from eqx_decoders.cli.setting_flags import flag_names, parse_flags
 from eqx_decoders.errors import (
     CheckedFields,
     CheckpointError,
+    ConfigError,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -40,12 +42,15 @@ from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.gguf.gguf_export import save_gguf
 from eqx_decoders.io.huggingface import verify
+from eqx_decoders.io.huggingface.export import save_hf
 from eqx_decoders.io.huggingface.export_directory import check_new_directory
-from eqx_decoders.io.huggingface.hub import resolve
+from eqx_decoders.io.huggingface.hub import adapter_base, resolve
 from eqx_decoders.io.huggingface.load import load_hf, read_config
+from eqx_decoders.io.huggingface.peft import load_peft
 from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.run_lock import RunLock, check_run_dir
 from eqx_decoders.model.init import count_parameters
+from eqx_decoders.training.lora import merge_lora
 from eqx_decoders.training.run.directory import RunDirectory, write_source
 from eqx_decoders.training.run.load_export import export_run, load_run
 from eqx_decoders.training.settings.files import settings_json
@@ -117,6 +122,39 @@ class Export(Devices):
         export_run(model, run, self.directory, dtype=self.dtype, shard_bytes=max(1, int(self.shard_gb * 1e9)))
         if jax.process_index() == 0:
             print(f"exported {self.run_dir} ({count_parameters(model.config):,} parameters) to {self.directory}")
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Merge(Devices):
+    """Merge a LoRA adapter into its base model, and write the model for from_pretrained and load_hf."""
+
+    adapter: str
+    """Directory with adapter_config.json and adapter_model.safetensors, in the format of PEFT."""
+    directory: str
+    """Directory to be created."""
+    base: str | None = None
+    """Base model: a directory, or "org/name" on huggingface.co. None: the base model that adapter_config.json names."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype of the tensors. None: the dtype of the base model."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        expand_paths(self, "adapter", "directory", "base")
+
+    def __call__(self) -> int:
+        check_new_directory(self.directory)
+        base = self.base or adapter_base(self.adapter)
+        if base is None:
+            raise ConfigError(
+                f"base=None: {self.adapter}/adapter_config.json names no base model. Set --base to the model of the "
+                "adapter."
+            )
+        adapted = load_peft(load_hf(base, dtype=None, layout=self.layout()), self.adapter, dtype="float32")
+        model = merge_lora(adapted)
+        save_hf(model, self.directory, dtype=self.dtype)
+        if jax.process_index() == 0:
+            print(f"wrote {base} with {self.adapter} to {self.directory}")
         return 0
 
 
@@ -220,15 +258,22 @@ def _first(lines: list[str], count: int = 10) -> str:
 COMMANDS = {
     "import": (Import(source="", run_dir=""), ("source", "run_dir")),
     "export": (Export(run_dir="", directory=""), ("run_dir", "directory")),
+    "merge": (Merge(adapter="", directory=""), ("adapter", "directory")),
     "gguf": (ToGGUF(source="", file=""), ("source", "file")),
     "verify": (Verify(directory=""), ("directory",)),
     "compare": (Compare(directory=""), ("directory",)),
 }
 
 
-@program(
-    lambda: flag_names(Import) | flag_names(Export) | flag_names(ToGGUF) | flag_names(Verify) | flag_names(Compare)
-)
+Command = Import | Export | Merge | ToGGUF | Verify | Compare
+
+
+def _flags() -> dict[str, str]:
+    """Return the flag of each setting of all commands."""
+    return {name: flag for command, _ in COMMANDS.values() for name, flag in flag_names(type(command)).items()}
+
+
+@program(_flags)
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run the program with command line arguments; return the exit code."""
     require("tyro")
@@ -239,7 +284,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     return run_command(commands, args, prog or sys.argv[0], (__doc__ or "").strip())
 
 
-def parse(name: str, args: Sequence[str], prog: str | None = None) -> Import | Export | ToGGUF | Verify | Compare:
+def parse(name: str, args: Sequence[str], prog: str | None = None) -> Command:
     """Parse the arguments of a command. Exits with code 2 for unknown arguments."""
     default, required = COMMANDS[name]
     titles = {type(default): type(default).__name__, Devices: "devices"}

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from eqx_decoders.cli import program, require
 from eqx_decoders.cli.devices import Devices
-from eqx_decoders.cli.model_source import ModelSource
+from eqx_decoders.cli.model_source import AdaptedModelSource, ModelSource
 from eqx_decoders.cli.setting_flags import flag_names, parse_flags
 from eqx_decoders.core.malloc import keep_memory
 from eqx_decoders.errors import AtLeast, NonNegativeInt, PositiveInt, check
@@ -43,11 +43,11 @@ MAX_LENGTH = 2048
 
 AtLeastTwo = Annotated[int, AtLeast(2)]
 
-BASIC = ("model", "tasks", "text", "against", "samples", "temperature", "limit", "output")
+BASIC = ("model", "adapter", "tasks", "text", "against", "samples", "temperature", "limit", "output")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(ModelSource, AnswerSettings, EngineLimits):
+class EvaluateConfig(AdaptedModelSource, AnswerSettings, EngineLimits):
     """Measure a model on tasks and texts."""
 
     checked_name = ""
@@ -55,7 +55,7 @@ class EvaluateConfig(ModelSource, AnswerSettings, EngineLimits):
     model: str | None = None
     """Model: a run directory, a directory in Hugging Face's format, "org/name" on the hub, or a GGUF file."""
     against: str | None = None
-    """Second model, compared on the same prompts with the same seeds."""
+    """Second model, without the adapter, compared on the same prompts with the same seeds."""
     tasks: tuple[str, ...] = ()
     """Tasks: file.py:name, or lm-eval:name,name (extra lm-eval)."""
     text: tuple[str, ...] = ()
@@ -106,13 +106,16 @@ class EvaluateConfig(ModelSource, AnswerSettings, EngineLimits):
 
     def sources(self) -> list[ModelSource]:
         """Return the sources of the model and, with `against`, of the second model."""
-        models = [self.model] + ([] if self.against is None else [self.against])
-        return [_source(self, model) for model in models]
+        first = _source(self, self.model)
+        if self.against is None:
+            return [first]
+        return [first, dataclasses.replace(_source(self, self.against), adapter=None)]
 
     @property
     def names(self) -> list[str]:
         """Names of the models."""
         first = self.model or self.run_dir or "runs/tiny"
+        first += "" if self.adapter is None else f" with {self.adapter}"
         return [first] if self.against is None else [first, self.against]
 
     @property
@@ -131,15 +134,17 @@ class EvaluateConfig(ModelSource, AnswerSettings, EngineLimits):
         )
 
 
-def _source(config: EvaluateConfig, model: str | None) -> ModelSource:
+def _source(config: EvaluateConfig, model: str | None) -> AdaptedModelSource:
     """Return the source of a model. `--model` of this program can also be a run directory."""
-    fields: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(ModelSource)}
+    fields: dict[str, Any] = {
+        field.name: getattr(config, field.name) for field in dataclasses.fields(AdaptedModelSource)
+    }
     is_run = model is not None and (Path(model).expanduser() / "settings.json").is_file()
     if is_run:
         fields |= dict(run_dir=str(Path(model or "").expanduser()), model=None)
     elif model is not None:
         fields |= dict(model=model, run_dir=config.run_dir if model == config.model else None)
-    return ModelSource(**fields)
+    return AdaptedModelSource(**fields)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,7 +178,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
 def parse(args: Sequence[str] | None = None, prog: str | None = None) -> EvaluateConfig:
     """Parse the arguments of a command line; exit with 2 for unknown ones."""
     titles = {EvaluateConfig: "what", AnswerSettings: "answers", EngineLimits: "engine"}
-    titles |= {ModelSource: "model", Devices: "devices"}
+    titles |= {AdaptedModelSource: "model", ModelSource: "model", Devices: "devices"}
     default = EvaluateConfig.__new__(EvaluateConfig)
     for field in dataclasses.fields(EvaluateConfig):  # the constructor would reject defaults without tasks and texts
         object.__setattr__(default, field.name, field.default)

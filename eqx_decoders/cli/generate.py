@@ -3,38 +3,41 @@
     python scripts/generate.py --run-dir runs/tiny --prompt "def main("
     python scripts/generate.py --model Qwen/Qwen3-0.6B --prompt "What is a decoder?"
     python scripts/generate.py --model Qwen/Qwen3-VL-2B-Instruct --image cat.png --prompt "What is this?"
+    python scripts/generate.py --model Qwen/Qwen3-0.6B --adapter runs/tuned/adapter --prompt "What is a decoder?"
     python scripts/generate.py --model path/to/Llama-3.1-70B-Instruct --mesh.tensor 8
 
 If the model has a chat template, the prompt is a user message; otherwise, and with --no-chat, the prompt is continued.
-Without --prompt, prompts are read from the terminal as one conversation. A mesh splits a model that is larger than one
-device. With several processes, the first one reads and prints.
+Without --prompt, prompts are read from the terminal as one conversation; type /help for its commands. A mesh splits a
+model that is larger than one device. With several processes, the first one reads and prints.
 """
 
 import dataclasses
 import itertools
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 
 from eqx_decoders.cli import program, require
 from eqx_decoders.cli.devices import Devices
-from eqx_decoders.cli.model_source import ModelSource
+from eqx_decoders.cli.model_source import AdaptedModelSource, ModelSource
 from eqx_decoders.cli.setting_flags import flag_names, parse_flags
 from eqx_decoders.core.malloc import keep_memory
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.errors import NonNegativeFloat, NonNegativeInt, PositiveInt, check
 from eqx_decoders.inference.text_model import Files, Prompt, TextModel
 from eqx_decoders.inference.unstack import unstack_in_place
-from eqx_decoders.io.atomic_files import expand_paths
+from eqx_decoders.io.atomic_files import expand_paths, write_atomically
 from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.program_cache import keep_programs
 from eqx_decoders.io.status import StatusLine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateConfig(ModelSource):
+class GenerateConfig(AdaptedModelSource):
     """Generate text from a prompt, or from prompts that are read from the terminal."""
 
     prompt: str | None = None
@@ -107,7 +110,7 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> Generat
     import tyro
 
     repeatable = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]  # --image a.png --image b.png
-    titles = {GenerateConfig: "text", ModelSource: "model", Devices: "devices"}
+    titles = {GenerateConfig: "text", AdaptedModelSource: "model", ModelSource: "model", Devices: "devices"}
     types: dict[str, Any] = dict.fromkeys(("image", "video", "audio"), repeatable)
     return parse_flags(GenerateConfig(), titles=titles, types=types, args=args, prog=prog, description=__doc__)
 
@@ -123,11 +126,21 @@ def load(config: GenerateConfig) -> TextModel:
     return text if config.special_tokens_in_content else text.with_special_tokens_as_text()
 
 
-def read_prompts(respond: Callable[[str], None]) -> None:
-    """Call `respond` with each non-empty line of the standard input."""
+def read_prompts(respond: "Continuation | ChatSession") -> None:
+    """Respond to each non-empty line of the standard input, or run it if it is a command, such as `/reset`."""
+    if sys.stdin.isatty():
+        show("Type /help for a list of commands, and /exit or Ctrl-D to leave.\n")
     while line := from_first("line", read_line() if jax.process_index() == 0 else None, seconds=1e6):
-        if line.strip():
-            respond(line.rstrip("\n"))
+        line = line.strip("\n")
+        name, _, argument = line.strip().partition(" ")
+        if name in ("/exit", "/quit"):
+            return
+        if name == "/help":
+            show("".join(f"  {command:18}{text}\n" for command, text in COMMANDS.items()))
+        elif name in ("/reset", "/system", "/save") and isinstance(respond, ChatSession):
+            show(f"{respond.run_command(name, argument.strip())}\n")
+        elif line.strip():
+            respond(line)
 
 
 def read_line() -> str:
@@ -143,6 +156,15 @@ def show(text: str) -> None:
     """Print text in the first process."""
     if jax.process_index() == 0:
         print(text, end="", flush=True)
+
+
+COMMANDS = {
+    "/reset": "start a new conversation",
+    "/system TEXT": "start a new conversation with this system message",
+    "/save FILE": "write the messages of the conversation to a JSON file",
+    "/help": "show this list",
+    "/exit": "leave; also Ctrl-D",
+}
 
 
 class Continuation:
@@ -161,9 +183,28 @@ class ChatSession:
 
     def __init__(self, text: TextModel, config: GenerateConfig):
         self.text, self.config = text, config
-        self.messages: list[dict[str, Any]] = []
-        if config.system is not None:
-            self.messages.append({"role": "system", "content": config.system})
+        self.system = config.system
+        self.messages: list[dict[str, Any]] = self._first_messages()
+
+    def _first_messages(self) -> list[dict[str, Any]]:
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def run_command(self, name: str, argument: str) -> str:
+        """Run a command of `COMMANDS`; return the text to show."""
+        if name == "/save":
+            if not argument:
+                return "/save needs the name of a file."
+            if jax.process_index() == 0:
+                try:
+                    text = json.dumps(self.messages, indent=2, ensure_ascii=False)
+                    write_atomically(Path(argument).expanduser(), f"{text}\n".encode())
+                except OSError as error:
+                    return f"{argument} cannot be written: {error}."
+            return f"{len(self.messages)} messages are saved in {argument}."
+        if name == "/system":
+            self.system = argument or None
+        self.messages = self._first_messages()
+        return "new conversation" + (f" with the system message {self.system!r}" if self.system else "")
 
     def __call__(self, prompt: str) -> None:
         content: Any = prompt

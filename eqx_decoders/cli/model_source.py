@@ -1,14 +1,18 @@
 """Flags for the model of `generate`, `serve` and `evaluate`: from a run directory, or from Hugging Face."""
 
 import dataclasses
+from pathlib import Path
 from typing import Literal
 
 from eqx_decoders.cli.devices import Devices
 from eqx_decoders.errors import NonNegativeInt, check
 from eqx_decoders.inference.text_model import TextModel, load_text_model
+from eqx_decoders.io.atomic_files import expand_paths
+from eqx_decoders.io.huggingface.generation_config import read_generation_config
 from eqx_decoders.io.huggingface.load import QuantizedName
+from eqx_decoders.io.huggingface.peft import load_peft
 from eqx_decoders.numerics.precision import Precision
-from eqx_decoders.training import load_text_run
+from eqx_decoders.training import load_text_run, merge_lora
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,3 +54,29 @@ class ModelSource(Devices):
             return load_text_model(self.model, dtype, layout=layout, quantized=quantized)
         precision = Precision(compute=dtype or layout.backend.compute_dtype)
         return load_text_run(self.run_dir or "runs/tiny", self.step, precision=precision, layout=layout)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaptedModelSource(ModelSource):
+    """Flags for a model with an adapter, which is merged into the model."""
+
+    adapter: str | None = None
+    """LoRA adapter of the model: a directory in the format of PEFT. Its weights are merged into the model."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        expand_paths(self, "adapter")
+        if self.adapter is not None:
+            check(
+                (Path(self.adapter) / "adapter_config.json").is_file(),
+                f"adapter={self.adapter!r} must be a directory in the format of PEFT: it has no adapter_config.json.",
+            )
+
+    def load(self, quantized: QuantizedName = "expand") -> TextModel:
+        """Load the model, its tokenizer and the adapter."""
+        text = super().load(quantized)
+        if self.adapter is None:
+            return text
+        stop_ids = {*text.stop_ids, *read_generation_config(self.adapter).stop_ids}
+        model = merge_lora(load_peft(text.model, self.adapter))
+        return dataclasses.replace(text, model=model, stops=tuple(sorted(stop_ids)))

@@ -337,7 +337,7 @@ tags: [{family.model_type}, eqx_decoders]
 
 {family.architecture}: {count:,} weights in {dtype.name}, {len(config.blocks)} layers of \
 {config.embed_dim} features, {config.vocab_size} token ids. \
-Exported by [eqx_decoders](https://pypi.org/project/eqx_decoders/).
+Exported by eqx_decoders.
 
 ```python
 model = transformers.{family.auto_class}.from_pretrained("{name}")
@@ -350,8 +350,11 @@ def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
     """Write a safetensors file."""
     if any(x.dtype == jnp.float8_e4m3fn for x in tensors.values()):
         _save_with_fp8(tensors, path)
-    else:
-        import_safetensors().save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 requires this value
+        return
+    path.touch()
+    mode = path.stat().st_mode  # safetensors writes files that only their owner can read, against the umask
+    import_safetensors().save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 requires this value
+    path.chmod(mode)
 
 
 def _save_with_fp8(tensors: Mapping[str, np.ndarray], path: Path) -> None:

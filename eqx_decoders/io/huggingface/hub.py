@@ -43,6 +43,14 @@ def resolve(source: str | Path, revision: str | None = None) -> Directory:
             f"serve.py and evaluate.py load it with --run-dir; `python scripts/convert.py export {path} DIRECTORY` "
             "writes a checkpoint."
         )
+    if not (path / "config.json").is_file() and (path / "adapter_config.json").is_file():
+        base = adapter_base(path)
+        raise ConversionError(
+            f"{path} contains only a LoRA adapter, without its base model{f' {base}' if base else ''}. Load the base "
+            f"model, with --adapter {path} in generate.py and evaluate.py, --adapter name={path} in serve.py, or "
+            f"load_peft(model, {str(path)!r}) in Python. `python scripts/convert.py merge {path} DIRECTORY` writes a "
+            "merged model."
+        )
     if path.suffix.lower() == ".gguf" and not path.is_dir():
         from eqx_decoders.io.gguf.gguf_directory import GGUFDirectory  # needs the extra `gguf`
 
@@ -51,6 +59,12 @@ def resolve(source: str | Path, revision: str | None = None) -> Directory:
     if exists(path) or not repository:
         return Directory(path)
     return Directory(_download(str(source), revision))
+
+
+def adapter_base(directory: str | Path) -> str | None:
+    """Return the base model that the `adapter_config.json` of a PEFT adapter names, if there is one."""
+    name = Directory(directory).json("adapter_config.json").get("base_model_name_or_path")
+    return name if isinstance(name, str) and name else None
 
 
 def _download(name: str, revision: str | None) -> str:
