@@ -18,11 +18,48 @@ from typing import Annotated, Any, TypeVar
 
 from eqx_decoders.cli.plugins import HELP
 from eqx_decoders.context import ExecutionConfig
+from eqx_decoders.errors import ConfigError
 from eqx_decoders.training.settings.flags import flag, long_flag
 from eqx_decoders.training.settings.values import field_types, flat_settings, with_settings
 
 
 T = TypeVar("T")
+
+# Names of settings in other libraries, for errors about unknown flags.
+_OTHER_NAMES = {
+    "lr": "optimizer.learning_rate",
+    "learning-rate": "optimizer.learning_rate",
+    "warmup": "optimizer.warmup_steps",
+    "warmup-steps": "optimizer.warmup_steps",
+    "wd": "optimizer.weight_decay",
+    "weight-decay": "optimizer.weight_decay",
+    "optim": "optimizer.name",
+    "lr-scheduler-type": "optimizer.schedule",
+    "grad-clip": "optimizer.max_grad_norm",
+    "max-grad-norm": "optimizer.max_grad_norm",
+    "bs": "data.batch_size",
+    "per-device-train-batch-size": "data.batch_size",
+    "grad-accum": "step.gradient_accumulation_steps",
+    "gradient-accumulation-steps": "step.gradient_accumulation_steps",
+    "max-steps": "steps",
+    "num-steps": "steps",
+    "num-train-epochs": "epochs",
+    "num-epochs": "epochs",
+    "max-length": "data.seq_len",
+    "max-seq-length": "data.seq_len",
+    "block-size": "data.seq_len",
+    "dataset": "data.path",
+    "train-data": "data.path",
+    "output-dir": "run_dir",
+    "model-name-or-path": "init_from",
+    "save-steps": "checkpoint_every",
+    "save-every": "checkpoint_every",
+    "eval-steps": "eval_every",
+    "lora-rank": "lora.rank",
+    "lora-r": "lora.rank",
+    "lora-alpha": "lora.alpha",
+    "max-tokens": "max_new_tokens",
+}
 
 HELP_ALL = "--help-all"
 
@@ -54,6 +91,8 @@ def parse_flags(
     - `required`: dotted names of the settings without a default. They are positional arguments, in this order.
     - `hidden`: dotted names of the settings that `--help` omits. `--help-all` shows them.
     - `args`, `prog`, `description`: the command line, the name of the program and its description; see `argparse`.
+
+    Raises ConfigError for an unknown flag that has the name of a setting in another library, such as `--lr`.
     """
     import tyro
 
@@ -63,6 +102,7 @@ def parse_flags(
     elif "--help" not in args and "-h" not in args:
         hidden = ()  # only the help omits them
 
+    _check_names(args, flat_settings(default))
     groups = _grouped(default, titles, first)
     hints = field_types(type(default)) | dict(types or {})
     defaults, texts = flat_settings(default), help_texts(type(default))
@@ -99,6 +139,16 @@ def parse_flags(
         for name in names
     }
     return with_settings(default, values)
+
+
+def _check_names(args: Sequence[str], names: Collection[str]) -> None:
+    """Raise ConfigError for a flag that has the name of a setting in another library. `names`: the settings."""
+    known = {flag(name) for name in names} | {long_flag(name) for name in names}
+    for word in args:
+        given = word.partition("=")[0].replace("_", "-")
+        name = _OTHER_NAMES.get(given.removeprefix("--"), "")
+        if given.startswith("--") and given not in known and name in names:
+            raise ConfigError(f"{given} is not a flag of this program. Use {flag(name)}.")
 
 
 def _grouped(default: Any, titles: Mapping[type, str], first: Sequence[str]) -> dict[str, list[str]]:

@@ -25,6 +25,7 @@ Longer ones are cut into pieces that overlap by one token. A piece may have no t
 import collections
 import contextlib
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -199,6 +200,10 @@ class Batches:
     def epochs(self) -> float:
         """Number of passes over the data so far; for a mixture, over all sources together."""
         return self._row / self.rows_per_epoch
+
+    def steps_of_epochs(self, epochs: float) -> int:
+        """Return the number of steps that pass over the data `epochs` times; at least 1."""
+        return max(1, math.ceil(epochs * self.rows_per_epoch / self._batch_size))
 
     def source_epochs(self, rows: int | None = None) -> Mapping[str, float]:
         """Return the passes over each source of a mixture by its name, now or after `rows` sequences of training."""

@@ -17,6 +17,7 @@ of the first. They are numbered from `max_completions` / 2 + 1 on, have the labe
 next example has the same prompt, or its answer does not fit behind this one, there is none.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -104,6 +105,15 @@ class PreferenceBatches:
     def epochs(self) -> float:
         """Number of passes over the examples so far."""
         return self._taken / len(self.preferences.examples)
+
+    def steps_of_epochs(self, epochs: float) -> int:
+        """Return the number of steps that pass over the examples `epochs` times; at least 1."""
+        batches, steps = copy.copy(self), 0
+        batches._taken = 0
+        while steps == 0 or batches.epochs < epochs:
+            batches._taken += batches._plan()[1]
+            steps += 1
+        return steps
 
     def source_epochs(self) -> Mapping[str, float]:
         """Return an empty mapping: preference data are not mixtures."""

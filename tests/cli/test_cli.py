@@ -11,6 +11,8 @@ import tomllib
 import pytest
 
 from eqx_decoders import cli
+from eqx_decoders.cli import setting_flags
+from eqx_decoders.cli.generate import GenerateConfig
 from eqx_decoders.cli.setting_flags import flag_names
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.errors import ConfigError
@@ -19,6 +21,7 @@ from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.settings.files import save_settings
 from eqx_decoders.training.settings.run import TrainConfig
 from eqx_decoders.training.settings.step import MeshConfig
+from eqx_decoders.training.settings.values import field_types
 from tests.commands import ROOT, call
 from tests.errors import assert_names, refused
 
@@ -199,3 +202,18 @@ def test_field_names_in_messages_become_flags(message, want):
 def test_a_misspelled_flag_is_answered_with_the_nearest_one():
     _, err = call("train", "--seq-lenn", 32, code=2)
     assert_names(err.replace("--seq-lenn", ""), "--seq-len")
+
+
+def test_flags_of_other_libraries_are_refused_with_the_flag_of_this_one():
+    from eqx_decoders.cli.train import parse
+
+    settings = {*field_types(TrainConfig), *field_types(GenerateConfig)}
+    assert {*setting_flags._OTHER_NAMES.values()} <= settings
+    for given, wanted in {
+        "--lr": "--optimizer.learning-rate",
+        "--bs=4": "--batch-size",
+        "--max_steps": "--steps",
+        "--num-train-epochs": "--epochs",
+    }.items():
+        with refused(ConfigError, given.partition("=")[0].replace("_", "-"), wanted):
+            parse([given, "3"])

@@ -127,6 +127,11 @@ class Run:
             stack=stack,
         )
         opened = methods[config.method](start)
+        if config.epochs is not None:
+            steps = opened.data.steps_of_epochs(config.epochs)
+            print_status(f"{config.epochs:g} epochs are {steps:,} steps")
+            config = dataclasses.replace(config, steps=steps, epochs=None)
+            directory = dataclasses.replace(directory, settings=config)
 
         trainer = Trainer.create(
             config.optimizer_config(),

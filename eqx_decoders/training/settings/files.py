@@ -48,6 +48,7 @@ _STORAGE = ("optimizer.shard_over_data",)
 _START_ONLY = (
     "run_dir",
     "config",
+    "epochs",
     "allow_changes",
     "describe",
     "list_models",
@@ -170,7 +171,14 @@ def with_file(settings: TrainConfig, path: str | Path, *, without: Sequence[str]
 
 def settings_to_resume(settings: TrainConfig, run_dir: str) -> TrainConfig:
     """Return the saved settings of a run for another start, without exports that are already written."""
-    start_only = {"config": None, "export": None, "export_adapter": None, "allow_changes": False, "distributed": False}
+    start_only = {
+        "config": None,
+        "epochs": None,
+        "export": None,
+        "export_adapter": None,
+        "allow_changes": False,
+        "distributed": False,
+    }
     unwritten = {
         name: value for name in ("export", "export_adapter") if not _is_written(name, value := getattr(settings, name))
     }

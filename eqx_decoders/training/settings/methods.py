@@ -61,6 +61,16 @@ def check_groups(method: str, groups: Mapping[str, Any]) -> None:
 
 def check_method(config: Any) -> None:
     """Raise ConfigError for settings of a run (a `TrainConfig`) that its method does not support."""
+    check(
+        config.epochs is None or not (config.method == "rl" or config.distill.on_policy),
+        f"epochs={config.epochs} is not supported with method={config.method!r}, which samples its data: set steps. "
+        "One pass over the prompts takes the number of prompts divided by rl.prompts.",
+    )
+    check(
+        config.epochs is None or not config.preference.save_reference,
+        f"epochs={config.epochs} is not supported with preference.save_reference=True, which needs the number of steps "
+        "before the data are read: set steps.",
+    )
     if config.method == "sft":
         return
     kind, name, step = METHOD_RULES[config.method], f"method={config.method!r}", config.step

@@ -34,6 +34,9 @@ class RunSettings(CheckedFields):
     """YAML or JSON file of settings, named like the flags or as in a run's settings.json. Flags take precedence."""
     steps: PositiveInt = 400
     """Number of optimizer steps."""
+    epochs: PositiveFloat | None = None
+    """Number of passes over the training data, instead of steps. The number of steps is computed when the run starts,
+    and is saved as steps. Not with method=rl."""
     allow_changes: bool = False
     """Resume a run although its optimizer, batch_size, step.z_loss or mixture weights have changed."""
     checkpoint_every: PositiveInt = 100
