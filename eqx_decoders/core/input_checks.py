@@ -40,14 +40,16 @@ def as_int32(name: str, array: Any) -> Any:
 
 
 def as_key(key: Any, name: str = "key") -> Any:
-    """Convert a raw uint32 key (`jax.random.PRNGKey`) to a typed key (`jax.random.key`). None stays None.
+    """Convert a seed or a raw uint32 key (`jax.random.PRNGKey`) to a typed key (`jax.random.key`). None stays None.
 
     Raises ConfigError for other objects.
     """
     if key is None:
         return None
+    if type(key) is int:
+        return jax.random.key(key)
     if not hasattr(key, "dtype") or jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        check(hasattr(key, "dtype"), f"{name}={key!r} must be a random key: jax.random.key({key!r}).")
+        check(hasattr(key, "dtype"), f"{name}={key!r} must be an integer or a random key, such as jax.random.key(0).")
         return key
     is_raw_key = key.dtype == jnp.uint32 and np.ndim(key) >= 1
     check(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Never, Unpack
 
 import equinox as eqx
 import jax
@@ -24,7 +24,7 @@ from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.encoders import merge
 from eqx_decoders.encoders.encoder import Encoder, encode_media
 from eqx_decoders.encoders.media import Encoded, Media
-from eqx_decoders.errors import ConfigError, check
+from eqx_decoders.errors import ConfigError, check, suggest
 from eqx_decoders.layers.cache.cache import Cache, Proposal
 from eqx_decoders.layers.documents import zero_padding
 from eqx_decoders.layers.dropout import dropout
@@ -77,6 +77,24 @@ class Output(eqx.Module):
     hidden: Float[Array, "batch length stream_embed"]
     cache: Cache | None
     stats: BlockStats
+
+
+# Type of unknown arguments. Type checkers report them; beartype does not support `Never`.
+Unknown = Never if TYPE_CHECKING else Any
+
+# Arguments of transformers' models, with what replaces them here.
+_OTHER_ARGUMENTS = {
+    "input_ids": "Use tokens.",
+    "attention_mask": "Mark padding with positions of -1, or with segment_ids of 0.",
+    "position_ids": "Use positions.",
+    "inputs_embeds": "Use embeds.",
+    "past_key_values": "Use cache; see init_cache.",
+    "use_cache": "Use cache; see init_cache.",
+    "labels": "Use next_token_loss(model, batch).",
+    "output_hidden_states": "Use model.replace(layer_streams=True); Output.stats.streams has the hidden states.",
+    "output_attentions": "Attention probabilities are not returned.",
+    "pixel_values": "Use media=Media.create(…).",
+}
 
 
 class Decoder(eqx.Module):
@@ -172,12 +190,13 @@ class Decoder(eqx.Module):
         embeds: Float[AnyArray, "batch length embed"] | None = None,
         inputs: Inputs | None = None,
         media: Media | None = None,
+        **unknown: Unknown,
     ) -> Output:
         """Return the logits of the next token at each position.
 
         Outside of `jax.jit` the call is compiled, once for each combination of shapes. Raises ConfigError for wrong
-        shapes or dtypes and, unless values are traced, for ids outside of the vocabulary and positions that do not
-        increase.
+        shapes or dtypes, for arguments of other libraries (such as `attention_mask`) and, unless values are traced, for
+        ids outside of the vocabulary and positions that do not increase.
 
         **Arguments:**
 
@@ -194,6 +213,8 @@ class Decoder(eqx.Module):
         - `media`: images, videos and audio, created by `Media.create` for these tokens; placeholder ids may then be
             outside of the vocabulary. With a cache, only the media of this call's tokens.
         """
+        for name in unknown:
+            raise ConfigError(f"model(…): {name} is not an argument. {_OTHER_ARGUMENTS.get(name, '')}".rstrip())
         arguments = as_int32_inputs(ForwardInputs(tokens, positions, segment_ids, embeds, inputs, media))
         checked_tokens = arguments.tokens
         if media is not None:
@@ -494,7 +515,18 @@ class Decoder(eqx.Module):
         return length if isinstance(length, int) else None
 
     def replace(self, **changes: Unpack[ExecutionOptions]) -> "Decoder":
-        """Return the model with other execution options: `model.replace(remat="full", attention="dot", scan=False)`."""
+        """Return the model with other execution options: `model.replace(remat="full", attention="dot", scan=False)`.
+
+        Raises ConfigError for other names. Fields of the configuration, such as `dropout`, cannot change in a model.
+        """
+        options = {field.name for field in dataclasses.fields(self.execution)}
+        for name in changes.keys() - options:
+            if name in {field.name for field in dataclasses.fields(self.config)}:
+                raise ConfigError(
+                    f"replace: {name} is a field of the configuration, not an execution option. Create a model with "
+                    f"dataclasses.replace(model.config, {name}=…)."
+                )
+            raise ConfigError(f"replace: {name} is not an execution option.{suggest(name, options)}")
         return dataclasses.replace(self, execution=dataclasses.replace(self.execution, **changes))
 
     def without_mtp(self) -> "Decoder":

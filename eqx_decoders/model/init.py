@@ -9,9 +9,11 @@ from typing import Any, TypeVar, Unpack
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray
 
 from eqx_decoders.context import Execution, RunOptions
+from eqx_decoders.core.input_checks import as_key
 from eqx_decoders.errors import check
 from eqx_decoders.layers.embedding.embedding import build_head
 from eqx_decoders.layers.moe.experts import ExpertsConfig
@@ -21,7 +23,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig, with_scores
 from eqx_decoders.model.mtp import MTP
 from eqx_decoders.model.mtp_config import MTPConfig, depends_on_model
 from eqx_decoders.numerics.initializers import shapes_only
-from eqx_decoders.numerics.precision import Precision
+from eqx_decoders.numerics.precision import Precision, as_precision
 from eqx_decoders.sharding.axes import computed, named_leaves, stored_leaves
 from eqx_decoders.sharding.layout import Layout, out_shardings, partitions
 
@@ -32,11 +34,18 @@ T = TypeVar("T")
 def abstract(
     config: DecoderConfig,
     *,
-    layout: Layout = Layout(),
-    precision: Precision = Precision(),
+    layout: Layout | None = None,
+    precision: Precision | DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     **execution: Unpack[RunOptions],
 ) -> Decoder:
-    """Return the model as a tree of `jax.ShapeDtypeStruct` with shardings, which takes no memory."""
+    """Return the model as a tree of `jax.ShapeDtypeStruct` with shardings, which takes no memory; see `init`."""
+    layout = Layout() if layout is None else layout
+    check(
+        dtype is None or precision is None,
+        f"dtype={dtype!r} and precision={precision!r} exclude each other: set only one of them.",
+    )
+    precision = as_precision(dtype if precision is None else precision)
     run = Execution(layout=layout, precision=precision, **execution)
     with shapes_only():
         tree = eqx.filter_eval_shape(lambda key: Decoder.build(config, key=key, execution=run), jax.random.key(0))
@@ -56,9 +65,10 @@ def abstract(
 def init(
     config: DecoderConfig,
     *,
-    key: PRNGKeyArray,
-    layout: Layout = Layout(),
-    precision: Precision = Precision(),
+    key: PRNGKeyArray | int,
+    layout: Layout | None = None,
+    precision: Precision | DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     **execution: Unpack[RunOptions],
 ) -> Decoder:
     """Return a new model. Weights are created sharded: each device allocates only its shard.
@@ -66,13 +76,15 @@ def init(
     **Arguments:**
 
     - `config`: configuration of the decoder.
-    - `key`: random key; the same key gives the same weights on every mesh (up to the last bit of float32).
-    - `layout`: mesh and sharding of the weights.
-    - `precision`: dtypes of weights and activations.
+    - `key`: random key or seed; it gives the same weights on every mesh (up to the last bit of float32).
+    - `layout`: mesh and sharding of the weights. None: one device.
+    - `precision`: dtypes of weights and activations, or one dtype for both. None: float32.
+    - `dtype`: dtype of weights and activations, in place of `precision`.
     - `execution`: other fields of `Execution`, such as `remat="full"`.
     """
-    target = abstract(config, layout=layout, precision=precision, **execution)
-    return _materialize(target, lambda key: Decoder.build(config, key=key, execution=target.execution), key, layout)
+    target = abstract(config, layout=layout, precision=precision, dtype=dtype, **execution)
+    build = functools.partial(Decoder.build, config, execution=target.execution)
+    return _materialize(target, lambda key: build(key=key), as_key(key), target.execution.layout)
 
 
 def _materialize(target: T, build: Callable[[PRNGKeyArray], T], key: PRNGKeyArray, layout: Layout) -> T:

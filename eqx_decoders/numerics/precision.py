@@ -31,6 +31,13 @@ class Precision:
             object.__setattr__(self, field, _floating(f"Precision.{field}", getattr(self, field)))
 
 
+def as_precision(value: Precision | DTypeLike | None) -> Precision:
+    """Return a precision: `value`, both dtypes equal to the dtype `value`, or float32 for None."""
+    if value is None:
+        return Precision()
+    return value if isinstance(value, Precision) else Precision(params=value, compute=value)
+
+
 def _floating(field: str, value: DTypeLike) -> np.dtype:
     try:
         dtype = np.dtype(value)

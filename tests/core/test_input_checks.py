@@ -154,8 +154,9 @@ def test_raw_keys_and_typed_keys_give_the_same_samples():
 def test_messages_for_wrong_ids_and_keys():
     with pytest.raises(ConfigError, match=r"^ids of dtype float64 must be integers: use \.astype\(int\)\.$"):
         as_int32("ids", [[0.5]])
-    with pytest.raises(ConfigError, match=r"^key=3 must be a random key: jax\.random\.key\(3\)\.$"):
-        as_key(3)
+    with pytest.raises(ConfigError, match=r"^key=3\.0 must be an integer or a random key"):
+        as_key(3.0)
+    assert as_key(3) == jax.random.key(3)
 
 
 def test_ids_that_are_no_integers_are_refused(monkeypatch):

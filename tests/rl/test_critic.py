@@ -43,7 +43,7 @@ def ppo(folder, name, *more, **changes):
     return train(folder, name, *more, **settings | changes)
 
 
-def metrics(folder, name):
+def metrics_of(folder, name):
     return [[row[each] for each in (*NAMES, "critic_grad_norm")] for row in steps_of(folder / name)]
 
 
@@ -71,7 +71,7 @@ def test_a_critic_resumes_exactly(folder):
     shutil.copytree(folder / "whole", folder / "killed")
     shutil.rmtree(next((folder / "killed" / "checkpoints").glob("*2")))
     ppo(folder, "killed", **more)
-    assert figures(folder, "killed") == figures(folder, "whole")
+    assert metrics_of(folder, "killed") == metrics_of(folder, "whole")
     assert same(critic_of(folder, "killed"), critic_of(folder, "whole"))
     assert same(named_leaves(load_run(folder / "killed")), named_leaves(load_run(folder / "whole")))
     _, err = ppo(
@@ -95,7 +95,7 @@ def test_microbatches_packing_and_meshes(folder):
     ppo(folder, "mesh", "--mesh.fsdp", 2, "--mesh.context", 2, devices=4, **more)
     ppo(folder, "parts", "--step.gradient-accumulation-steps", 2, "--rl.completions-per-row", 2, **more)
     for name in ("mesh", "parts"):
-        assert_allclose(figures(folder, name), figures(folder, "one"), rtol=1e-3, atol=1e-4)
+        assert_allclose(metrics_of(folder, name), metrics_of(folder, "one"), rtol=1e-3, atol=1e-4)
     assert steps_of(folder / "one")[-1]["k1"] != 0
 
 
@@ -122,7 +122,7 @@ def test_settings_take_effect(folder, flags):
     ppo(folder, name, *words, batch_size=8)
     rows = steps_of(folder / name)
     assert all(np.isfinite(row["loss"]) and row["log_prob_gap"] <= 1e-5 for row in rows)
-    assert figures(folder, name) != figures(folder, "plain")
+    assert metrics_of(folder, name) != metrics_of(folder, "plain")
     assert (rows[0]["value"] == 0) == ("init" not in flags)
     ppo(folder, name, *words, steps=4, batch_size=8)
     assert len(steps_of(folder / name)) == 4
@@ -183,7 +183,7 @@ def test_a_critic_starts_from_a_reward_run(folder):
     call("train", "--run-dir", folder / "pairs", *words, "--export", folder / "pairs exported")
     for name in ("pairs", "pairs exported"):
         ppo(folder, f"of {name}", steps=2, rl__critic__init_from=folder / name, rl__reward_model=folder / name)
-    assert figures(folder, "of pairs") == figures(folder, "of pairs exported")
+    assert metrics_of(folder, "of pairs") == metrics_of(folder, "of pairs exported")
     assert steps_of(folder / "of pairs")[0]["value"] != 0
 
 
@@ -201,7 +201,7 @@ def test_sampling_one_step_ahead_with_a_critic(folder):
             shutil.rmtree(next((folder / name / "checkpoints").glob(f"*{step}")))
             (folder / name / "rollouts" / f"step-{step + 1:06d}.jsonl.zst").unlink(missing_ok=True)
         ppo(folder, name, *words, **more)
-        assert figures(folder, name) == figures(folder, "ahead")
+        assert metrics_of(folder, name) == metrics_of(folder, "ahead")
 
 
 @pytest.mark.slow

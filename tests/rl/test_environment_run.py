@@ -23,7 +23,7 @@ from eqx_decoders.training.objectives.token_log_probs import token_log_probs
 from eqx_decoders.training.settings.rl import RLConfig
 from tests.commands import steps_of
 from tests.errors import assert_names
-from tests.rl.test_run import BASE, completions_of, figures, train
+from tests.rl.test_run import BASE, completions_of, metrics_of, train
 
 
 GAMES = """
@@ -115,10 +115,10 @@ def test_an_on_policy_run_on_episodes_resumes_exactly(folder):
     (newest,) = (each for each in (folder / "killed" / "checkpoints").iterdir() if each.name.endswith("4"))
     shutil.rmtree(newest)
     play(folder, "killed")  # without held-out episodes, which would be played again
-    assert figures(folder, "killed") == figures(folder, "whole")
+    assert metrics_of(folder, "killed") == metrics_of(folder, "whole")
     shutil.rmtree(folder / "killed")
     play(folder, "again", rl__slots=2, rl__reward_workers=3)
-    assert figures(folder, "again") == figures(folder, "whole")  # for any number of slots and workers
+    assert metrics_of(folder, "again") == metrics_of(folder, "whole")  # for any number of slots and workers
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_episodes_are_played_one_step_ahead(folder):
     (newest,) = (each for each in (folder / "ahead-killed" / "checkpoints").iterdir() if each.name.endswith("4"))
     shutil.rmtree(newest)
     play(folder, "ahead-killed", **ahead)
-    assert figures(folder, "ahead-killed") == figures(folder, "ahead")
+    assert metrics_of(folder, "ahead-killed") == metrics_of(folder, "ahead")
 
 
 @pytest.mark.slow

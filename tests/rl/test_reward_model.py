@@ -27,7 +27,7 @@ from eqx_decoders.training.settings.run import TrainConfig
 from tests.commands import call, steps_of
 from tests.errors import assert_names, refused
 from tests.programs import compilations
-from tests.rl.test_run import BASE, REWARDS, completions_of, figures, train
+from tests.rl.test_run import BASE, REWARDS, completions_of, metrics_of, train
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_scores_are_not_computed_again(folder):
     shutil.rmtree(next(each for each in (folder / "killed" / "checkpoints").iterdir() if each.name.endswith("4")))
     with mock.patch.object(RewardModel, "add_scores", side_effect=AssertionError("scores are computed again")):
         train(folder, "killed", **more)
-    assert figures(folder, "killed") == figures(folder, "whole")
+    assert metrics_of(folder, "killed") == metrics_of(folder, "whole")
     more |= {"reward": None, "steps": 1}
     train(folder, "alone", **more)
     before = [each.rewards for each in completions_of(folder, "alone", 1).completions]

@@ -19,7 +19,7 @@ from eqx_decoders.rl.packing import StepAdvantages, pack_completions
 from eqx_decoders.serving.rollouts import Rollout
 from tests.commands import ROOT, steps_of
 from tests.compare import assert_allclose, assert_array_equal
-from tests.rl.test_run import BASE, completions_of, figures, folder, train  # noqa: F401
+from tests.rl.test_run import BASE, completions_of, folder, metrics_of, train  # noqa: F401
 
 
 LAYERS, CHOICES = 2, 3
@@ -112,7 +112,7 @@ def test_runs_replay_the_experts_of_the_sampler(folder, sparse):  # noqa: F811
     assert all(each.rollout.experts.shape == (len(each.prompt.tokens) + each.num_tokens, 2, 2) for each in found)
     assert all(0 <= each.rollout.experts[:-1].min() <= each.rollout.experts.max() < 6 for each in found)
     assert all(row["log_prob_gap"] <= 1e-5 for row in steps_of(folder / "replayed"))
-    assert_allclose(figures(folder, "replayed"), figures(folder, "plain-routing"), atol=1e-4)
+    assert_allclose(metrics_of(folder, "replayed"), metrics_of(folder, "plain-routing"), atol=1e-4)
     shutil.rmtree(folder / "replayed" / "checkpoints")
     (folder / "rewards.py.closed").write_text("")
     train(folder, "replayed", "--rl.routing-replay", **more)
@@ -128,7 +128,7 @@ def test_runs_replay_the_experts_of_the_sampler(folder, sparse):  # noqa: F811
     train(folder, "split", *split, "--sampler.tensor", 2, devices=4, **more)
     train(folder, "in-parts", "--rl.routing-replay", "--step.gradient-accumulation-steps", 2, **more)
     for name in ("split", "in-parts"):
-        assert_allclose(figures(folder, name), figures(folder, "plain-routing"), atol=1e-4)
+        assert_allclose(metrics_of(folder, name), metrics_of(folder, "plain-routing"), atol=1e-4)
     train(folder, "ahead-replayed", *split, "--sampler.devices", 4, "--rl.max-staleness", 1, **more)
     train(folder, "ahead-plain", *split[1:], "--sampler.devices", 4, "--rl.max-staleness", 1, **more)
     one, other = (steps_of(folder / name)[1]["log_prob_gap"] for name in ("ahead-replayed", "ahead-plain"))

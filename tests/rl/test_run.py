@@ -94,7 +94,7 @@ def _lines(path):
 NAMES = ("loss", "nll", "grad_norm", "reward", "entropy", "log_prob_gap")
 
 
-def metrics(folder, name):
+def metrics_of(folder, name):
     return [[row[each] for each in NAMES] for row in steps_of(folder / name)]
 
 
@@ -133,7 +133,7 @@ def test_a_killed_run_reuses_its_completions(whole):
     closed.write_text("")
     train(whole, "killed", held_out=whole / "prompts.jsonl", rl__eval_samples=2)
     closed.unlink()
-    assert figures(whole, "killed") == figures(whole, "whole")
+    assert metrics_of(whole, "killed") == metrics_of(whole, "whole")
     one, other = (named_leaves(load_run(whole / name)) for name in ("killed", "whole"))
     assert all(np.array_equal(one[name], other[name]) for name in other)
 
@@ -144,7 +144,7 @@ def test_a_killed_run_without_files_samples_the_same_completions(whole):
     shutil.rmtree(whole / "two" / "rollouts")
     train(whole, "two", steps=3, optimizer__schedule="constant", held_out=whole / "prompts.jsonl")
     train(whole, "three", steps=3, optimizer__schedule="constant")  # evaluations change nothing
-    assert figures(whole, "two") == figures(whole, "three")
+    assert metrics_of(whole, "two") == metrics_of(whole, "three")
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_a_mesh_microbatches_and_a_reference(folder):
     train(folder, "mesh", "--mesh.fsdp", 2, devices=4, **more)
     train(folder, "parts", "--step.gradient-accumulation-steps", 2, **more)
     for name in ("mesh", "parts"):
-        assert_allclose(figures(folder, name), figures(folder, "one"), atol=1e-4)
+        assert_allclose(metrics_of(folder, name), metrics_of(folder, "one"), atol=1e-4)
     rows = steps_of(folder / "one")
     assert abs(rows[0]["k1"]) < 1e-6 and rows[-1]["k3"] > 0  # computed by two programs
     train(folder, "pairs", lora__rank=2, rl__kl_in="reward", **more)

@@ -185,6 +185,18 @@ def make_optimizer(
     return optax.GradientTransformation(_with_promotion(init), _with_promotion(update))
 
 
+def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Wrap an optimizer of optax so that it computes in float32 for weights of any dtype."""
+
+    def init(weights):
+        return optimizer.init(jax.tree.map(widened, weights))
+
+    def update(gradients, state, weights):
+        return optimizer.update(gradients, state, jax.tree.map(widened, weights))
+
+    return optax.GradientTransformation(_with_promotion(init), _with_promotion(update))
+
+
 def _with_int8_moments(
     optimizer: optax.GradientTransformation, owners: tuple[str, ...], factors: Mapping[str, float]
 ) -> optax.GradientTransformation:

@@ -24,7 +24,13 @@ from eqx_decoders.sharding.axes import axes, buffers, frozen, matching, named_le
 from eqx_decoders.sharding.explicit import spec_of
 from eqx_decoders.sharding.layout import Layout, partitions
 from eqx_decoders.sharding.offload import Offload, to_device, to_memory_of
-from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, make_optimizer, make_schedule, widened
+from eqx_decoders.training.optimizer.optimizer import (
+    OptimizerConfig,
+    in_float32,
+    make_optimizer,
+    make_schedule,
+    widened,
+)
 from eqx_decoders.training.optimizer.state_layout import StateLayout
 from eqx_decoders.training.step.balance import expert_configs
 from eqx_decoders.training.step.loss import Loss, NextTokenLoss, nonzero_divisor
@@ -88,7 +94,7 @@ class Trainer(eqx.Module):
     @classmethod
     def create(
         cls,
-        optimizer: OptimizerConfig,
+        optimizer: OptimizerConfig | optax.GradientTransformation,
         model: Decoder,
         *,
         steps: int,
@@ -102,14 +108,23 @@ class Trainer(eqx.Module):
 
         **Arguments:**
 
-        - `optimizer`: settings of the optimizer.
+        - `optimizer`: settings of the optimizer, or an optimizer of optax. The latter updates a dictionary of all
+            weights by path (such as `embedding.table`), in float32. It includes its schedule, weight decay and gradient
+            clipping, and `StepMetrics.learning_rate` is NaN.
         - `model`: a decoder of arrays or of `jax.ShapeDtypeStruct`.
         - `steps`: number of steps of the run, for the schedule.
         - `config`: settings of a step.
         - `loss`: loss that a step minimizes. None: the cross-entropy of next tokens.
         - `idle_steps`: number of first steps that do not change the weights. The schedule starts after them.
         """
+        transformation = None
+        if not isinstance(optimizer, OptimizerConfig):
+            transformation, optimizer = optimizer, OptimizerConfig(max_grad_norm=None)
         offload = model.execution.layout.offload
+        check(
+            transformation is None or offload == Offload(),
+            f"Layout.offload={offload} needs an OptimizerConfig, not an optimizer of optax.",
+        )
         check(
             config.qk_clip_threshold is None or any(True for _ in latent_attentions(model)),
             f"StepConfig.qk_clip_threshold={config.qk_clip_threshold} needs latent attention, which this model does "
@@ -143,9 +158,17 @@ class Trainer(eqx.Module):
         loss_arrays, loss_form = eqx.partition(loss, eqx.is_array)
         training_steps = max(1, steps - idle_steps)
         return cls(
-            name=optimizer.name,
-            optimizer=make_optimizer(optimizer, trained, training_steps),
-            schedule=make_schedule(optimizer, training_steps),
+            name=optimizer.name if transformation is None else "optax",
+            optimizer=(
+                make_optimizer(optimizer, trained, training_steps)
+                if transformation is None
+                else in_float32(transformation)
+            ),
+            schedule=(
+                make_schedule(optimizer, training_steps)
+                if transformation is None
+                else optax.constant_schedule(float("nan"))
+            ),
             trainable=trainable,
             max_grad_norm=optimizer.max_grad_norm,
             ema_decay=optimizer.ema_decay,

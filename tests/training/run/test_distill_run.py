@@ -71,7 +71,7 @@ def train(folder, name, *more, code=0, devices=1, **changes):
     return call("train", *words, *more, code=code, devices=devices)
 
 
-def metrics(folder, name):
+def metrics_of(folder, name):
     return [[row[each] for each in ("loss", "nll", "grad_norm", "divergence")] for row in steps_of(folder / name)]
 
 
@@ -84,7 +84,7 @@ def test_a_student_learns_and_resumes_exactly(folder):
     assert rows[-1]["divergence"] < rows[0]["divergence"] and rows[0]["loss"] == rows[0]["divergence"]
     train(folder, "broken", steps=2)
     train(folder, "broken", steps=4)
-    assert figures(folder, "broken") == figures(folder, "whole")
+    assert metrics_of(folder, "broken") == metrics_of(folder, "whole")
     one, other = (named_leaves(load_run(folder / name)) for name in ("broken", "whole"))
     assert all(np.array_equal(one[name], other[name]) for name in other)
 
@@ -135,7 +135,7 @@ def test_a_projection_for_a_wider_teacher(folder):
     _, err = train(folder, "wider", *more, *twice, code=2, **options, steps=5, export="None")
     assert_names(err, "loss_weights.kernel", f"(1, {student.embed_dim}, 48)", f"(2, {student.embed_dim}, 48)")
     train(folder, "wider mesh", *more, "--mesh.fsdp", "2", "--mesh.context", "2", devices=4, **options)
-    assert_allclose(figures(folder, "wider mesh"), figures(folder, "wider"), rtol=2e-4, atol=1e-5)
+    assert_allclose(metrics_of(folder, "wider mesh"), metrics_of(folder, "wider"), rtol=2e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -145,10 +145,10 @@ def test_top_tokens_are_saved_and_reused(folder):
     kept = {"distill.saved": folder / "kept", "distill.temperature": 2}
     train(folder, "exact", **{"distill.temperature": 2})
     train(folder, "top", **kept, **{"distill.top": size - 1})
-    want, found = (np.array(figures(folder, name)) for name in ("exact", "top"))
+    want, found = (np.array(metrics_of(folder, name)) for name in ("exact", "top"))
     assert_allclose(found, want, rtol=0.01, atol=1e-3)
     train(folder, "again", **kept, **{"distill.top": size - 1, "distill.teacher": "None"})
-    assert figures(folder, "again") == figures(folder, "top")
+    assert metrics_of(folder, "again") == metrics_of(folder, "top")
     _, err = train(folder, "fewer", code=3, **kept, **{"distill.top": 4})
     assert_names(err, folder / "kept", "columns=")
     train(folder, "few", **{"distill.top": 4})
@@ -184,9 +184,9 @@ def test_a_served_teacher_equals_a_loaded_one(folder):
             server.top_tokens(np.arange(20, 30, dtype=np.int32))
         with refused(ConfigError, f"distill.teacher={address!r}"):
             server.check_tokens(ByteTokenizer())
-    assert_allclose(figures(folder, "served"), figures(folder, "near"), rtol=1e-3, atol=1e-4)
+    assert_allclose(metrics_of(folder, "served"), metrics_of(folder, "near"), rtol=1e-3, atol=1e-4)
     train(folder, "alone", **top, **{"distill.teacher": "None", "distill.saved": folder / "answers"})
-    assert figures(folder, "alone") == figures(folder, "served")
+    assert metrics_of(folder, "alone") == metrics_of(folder, "served")
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ def test_settings_of_the_loss_and_a_mesh(folder):
     rows = steps_of(folder / "mixed")
     assert rows[0]["loss"] == pytest.approx(2 * rows[0]["divergence"] + rows[0]["nll"] / 2, rel=1e-5)
     train(folder, "mesh", "--mesh.fsdp", "2", "--mesh.context", "2", devices=4, **options)
-    assert_allclose(figures(folder, "mesh"), figures(folder, "mixed"), rtol=2e-4, atol=1e-5)
+    assert_allclose(metrics_of(folder, "mesh"), metrics_of(folder, "mixed"), rtol=2e-4, atol=1e-5)
     train(folder, "adapted", lora__rank=4, optimizer__ema_decay=0.9, optimizer__learning_rate=0.03)
     assert steps_of(folder / "adapted")[-1]["divergence"] < steps_of(folder / "adapted")[0]["divergence"]
 

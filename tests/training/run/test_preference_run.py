@@ -57,7 +57,7 @@ def train(folder, name, *more, code=0, devices=1, **changes):
 NAMES = ("loss", "nll", "grad_norm", "reward_margin", "chosen_reward")
 
 
-def metrics(folder, name):
+def metrics_of(folder, name):
     return [[row[each] for each in NAMES if each in row] for row in steps_of(folder / name)]
 
 
@@ -84,7 +84,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(adapted):
     train(adapted, "broken", lora__rank=4, steps=2, optimizer__schedule="constant")
     train(adapted, "broken", lora__rank=4, steps=4, optimizer__schedule="constant")
     train(adapted, "whole", lora__rank=4, steps=4, optimizer__schedule="constant")
-    assert figures(adapted, "broken") == figures(adapted, "whole")
+    assert metrics_of(adapted, "broken") == metrics_of(adapted, "whole")
     one, other = (named_leaves(load_run(adapted / name)) for name in ("broken", "whole"))
     assert all(np.array_equal(one[name], other[name]) for name in other)
     before = named_leaves(ed.load_hf(BASE))
@@ -106,10 +106,10 @@ def test_losses_on_a_mesh_in_microbatches_and_with_a_reference_path(folder):
     reference = {"preference__beta": 0.3, "preference__reference": BASE}
     train(folder, "mesh", "--mesh.fsdp", "2", "--mesh.context", "2", devices=4, **reference)
     train(folder, "parts", "--step.gradient-accumulation-steps", "2", **reference)
-    want = np.array(figures(folder, "start"))
+    want = np.array(metrics_of(folder, "start"))
     assert want[0][0] == pytest.approx(math.log(2), abs=1e-6)
     for name in ("mesh", "parts"):
-        assert_allclose(figures(folder, name), want, rtol=2e-4, atol=1e-5)
+        assert_allclose(metrics_of(folder, name), want, rtol=2e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_a_saved_reference_equals_one_in_memory(folder, method, options, monkeyp
     monkeypatch.setattr("eqx_decoders.training.methods.preference.load_reference", lambda *_: 1 / 0)
     if method == "dpo":  # KTO's further steps have other answers to other prompts
         train(folder, run, "--preference.save-reference", **saving)
-    held, saved = (np.array(figures(folder, name)) for name in (f"{method} {len(options)} held", run))
+    held, saved = (np.array(metrics_of(folder, name)) for name in (f"{method} {len(options)} held", run))
     first = 24 // 8  # at most eight examples fit into a batch
     assert np.array_equal(held[:first], saved[:first])
     assert_allclose(saved, held[: len(saved)], rtol=1e-3, atol=1e-5)

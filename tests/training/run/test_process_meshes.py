@@ -48,7 +48,7 @@ def words_of(folder, options):
     return list(map(str, flags(settings(folder) | options)))
 
 
-def metrics(run):
+def metrics_of(run):
     """Losses and gradient norms, step by step, and held-out losses."""
     rows = steps_of(run)
     held_out = [row["eval_loss"] for row in read_metrics(run / "metrics.jsonl") if "eval_loss" in row]
@@ -70,7 +70,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_have_the_losses_of_one(folder, name):
     call("train", "--run-dir", folder / f"{name}, alone", *words_of(folder, CASES[name]), devices=4)
-    found, alone = figures(folder / name), figures(folder / f"{name}, alone")
+    found, alone = metrics_of(folder / name), metrics_of(folder / f"{name}, alone")
     assert [len(each) for each in found] == [len(each) for each in alone] and len(found[0]) == 3
     for one, other in zip(found, alone, strict=True):
         assert_allclose(one, other, rtol=1e-2 if "half" in name else 1e-5)

@@ -189,7 +189,7 @@ def train(folder, name, *more, code=0, devices=1, **changes):
     return call("train", *words, *more, code=code, devices=devices)
 
 
-def metrics(folder, name):
+def metrics_of(folder, name):
     names = ("loss", "grad_norm", "reward_margin", "reward_accuracy", "chosen_reward")
     return [[row[each] for each in names] for row in steps_of(folder / name)]
 
@@ -203,7 +203,7 @@ def test_reward_run_learns_resumes_and_exports(folder):
     assert math.isfinite(steps_of(folder / "whole")[0]["loss"])
     train(folder, "broken", steps=5)
     train(folder, "broken", steps=12)
-    assert figures(folder, "broken") == figures(folder, "whole")
+    assert metrics_of(folder, "broken") == metrics_of(folder, "whole")
     loaded, trained = ed.load_hf(folder / "out"), load_run(folder / "whole")
     one, other = named_leaves(loaded), named_leaves(trained)
     assert loaded.config.scores == 1 and all(np.array_equal(one[path], other[path]) for path in other)
@@ -224,7 +224,7 @@ def test_lora_margins_and_meshes(folder):
     assert trained["head.kernel"].shape == (before["embedding.table"].shape[1], 1)
     assert np.array_equal(trained["embedding.table"], before["embedding.table"])
     train(folder, "mesh", "--mesh.fsdp", "2", "--mesh.context", "2", devices=4, lora__rank=4, **changes)
-    assert_allclose(figures(folder, "mesh"), figures(folder, "adapted"), rtol=1e-3, atol=1e-4)
+    assert_allclose(metrics_of(folder, "mesh"), metrics_of(folder, "adapted"), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow(fast=("margin",))
