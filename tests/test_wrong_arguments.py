@@ -32,7 +32,7 @@ MISTAKES = {
     "ed.BlockConfig(mixer=None, mlp=None, residual=3)": ["BlockConfig.residual", "3", "sequential"],
     "list(ed.stream(model, [[64]], max_new_tokens=2))": ["stream: prompt", "64", "63"],
     "ed.stream(model, [[1]], max_new_tokens=0)": ["stream: max_new_tokens=0"],
-    "ed.generate(model, [[1]], max_new_tokens=2, key=0)": ["generate: key=0", "jax.random.key(0)"],
+    "ed.generate(model, [[1]], max_new_tokens=2, key=0.5)": ["generate: key=0.5", "jax.random.key(0)"],
     "ed.generate(model, [[1]], max_new_tokens=2, sampler='greedy')": ["generate: sampler='greedy'", "Greedy()"],
     "ed.generate(model, [[1]], max_new_tokens=2, pad_id=None)": ["generate: pad_id=None"],
 }

@@ -38,7 +38,7 @@ def generate(
     *,
     max_new_tokens: int,
     sampler: Sampler | None = None,
-    key: PRNGKeyArray | None = None,
+    key: PRNGKeyArray | int | None = None,
     pad_id: int = 0,
     prompt_lengths: Integer[AnyArray, "batch"] | Sequence[int] | None = None,
     stop_ids: Sequence[int] | None = None,
@@ -110,7 +110,7 @@ def stream(
     *,
     max_new_tokens: int,
     sampler: Sampler | None = None,
-    key: PRNGKeyArray | None = None,
+    key: PRNGKeyArray | int | None = None,
     pad_id: int = 0,
     prompt_lengths: Integer[AnyArray, "batch"] | Sequence[int] | None = None,
     stop_ids: Sequence[int] | None = None,
@@ -217,7 +217,7 @@ class _Request(eqx.Module):
         *,
         max_new_tokens: int,
         sampler: Sampler | None = None,
-        key: PRNGKeyArray | None = None,
+        key: PRNGKeyArray | int | None = None,
         pad_id: int = 0,
         prompt_lengths: Any = None,
         stop_ids: Sequence[int] | None = None,
@@ -232,8 +232,8 @@ class _Request(eqx.Module):
         cache_format = default_cache_format(model.execution) if cache_dtype is None else CacheFormat.of(cache_dtype)
         check_integer(f"{function}: max_new_tokens", max_new_tokens)
         check_integer(f"{function}: pad_id", pad_id, minimum=-(2**31), maximum=2**31 - 1)
-        key = as_key(key, f"{function}: key")
-        sampling = _sampling(function, model, sampler, key)
+        typed_key: PRNGKeyArray | None = as_key(key, f"{function}: key")
+        sampling = _sampling(function, model, sampler, typed_key)
         if not hasattr(prompt, "shape"):
             check(
                 media is None,
@@ -280,7 +280,7 @@ class _Request(eqx.Module):
         rules = _DecodingRules(
             max_new_tokens=np.asarray(max_new_tokens, np.int32),
             sampling=sampling,
-            key=None if sampling is None else key,
+            key=None if sampling is None else typed_key,
             stop_ids=stops,
             drafter=_drafter(function, model, drafts, num_draft_tokens),
         )
@@ -296,7 +296,7 @@ class _Request(eqx.Module):
 
 
 def _sampling(
-    function: str, model: Decoder, sampler: Sampler | None, key: PRNGKeyArray | None
+    function: str, model: Decoder, sampler: Sampler | None, key: PRNGKeyArray | int | None
 ) -> SamplingTensors | None:
     """Return the sampling parameters; None for greedy decoding. Default: those of `model.generation_config`."""
     config = model.generation_config

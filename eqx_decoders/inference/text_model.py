@@ -203,7 +203,7 @@ class TextModel:
         *,
         max_new_tokens: int,
         sampler: Sampler,
-        key: PRNGKeyArray | None = None,
+        key: PRNGKeyArray | int | None = None,
         num_draft_tokens: int = 0,
         files: Files = Files(),
     ) -> Iterator[str]:

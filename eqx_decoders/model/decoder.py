@@ -80,7 +80,10 @@ class Output(eqx.Module):
 
 
 # Type of unknown arguments. Type checkers report them; beartype does not support `Never`.
-Unknown = Never if TYPE_CHECKING else Any
+if TYPE_CHECKING:
+    Unknown = Never
+else:
+    Unknown = Any
 
 # Arguments of transformers' models, with what replaces them here.
 _OTHER_ARGUMENTS = {
@@ -185,7 +188,7 @@ class Decoder(eqx.Module):
         positions: Integer[AnyArray, "batch length"] | None = None,
         segment_ids: Integer[AnyArray, "batch length"] | None = None,
         cache: Cache | None = None,
-        key: PRNGKeyArray | None = None,
+        key: PRNGKeyArray | int | None = None,
         *,
         embeds: Float[AnyArray, "batch length embed"] | None = None,
         inputs: Inputs | None = None,
@@ -228,7 +231,7 @@ class Decoder(eqx.Module):
             embeds=embeds,
             packed=cache is None,
         )
-        return _compiled_call(self, arguments, cache, key)
+        return _compiled_call(self, arguments, cache, as_key(key))
 
     def encode(self, media: Media) -> Encoded:
         """Run the encoders: return the features of images and audio that replace the placeholder tokens' embeddings."""

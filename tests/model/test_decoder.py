@@ -192,8 +192,27 @@ def test_replace_keeps_the_weights(model):
     assert not other.execution.scan
     assert all(one is two for one, two in zip(jax.tree.leaves(model), jax.tree.leaves(other), strict=True))
     assert model.execution == ed.Execution()
-    with refused(TypeError, "scanned"):
+    with refused(ed.ConfigError, "scanned", "'scan'"):
         model.replace(scanned=True)
+    with refused(ed.ConfigError, "dropout", "configuration", "dataclasses.replace"):
+        model.replace(dropout=0.1)
+
+
+def test_arguments_of_transformers_are_refused_with_what_replaces_them(model):
+    for name, wanted in (("attention_mask", "segment_ids"), ("output_hidden_states", "layer_streams"), ("foo", "foo")):
+        with refused(ed.ConfigError, name, wanted):
+            model(some_tokens(1, 4), **{name: True})
+
+
+def test_seeds_dtypes_and_no_layout():
+    config = ed.get_config("gpt3-52k")
+    plain = ed.init(config, key=jax.random.key(3))
+    assert_close(ed.init(config, key=3, layout=None, precision=None), plain, units=1)
+    for options in (dict(dtype="bfloat16"), dict(precision="bfloat16"), dict(precision=jnp.bfloat16)):
+        half = ed.abstract(config, **options)
+        assert half.embedding.table.dtype == half.execution.precision.compute == jnp.bfloat16
+    with refused(ed.ConfigError, "dtype='bfloat16'", "precision='float32'"):
+        ed.init(config, key=3, dtype="bfloat16", precision="float32")
 
 
 # --- birth ---

@@ -269,7 +269,7 @@ def _routing_loss_sum(model: Decoder, stats: RoutingStats, full_batch: Batch) ->
 
 
 def next_token_loss(
-    model: Decoder, batch: Batch, *, z_loss: float = 0.0, fused: bool = True, key: PRNGKeyArray | None = None
+    model: Decoder, batch: Batch, *, z_loss: float = 0.0, fused: bool = True, key: PRNGKeyArray | int | None = None
 ) -> tuple[Float32[Array, ""], LossMetrics]:
     """Compute the mean loss over the target tokens of a batch (0 without targets), and the sums of `token_loss_sum`.
 

@@ -179,18 +179,21 @@ class Trainer(eqx.Module):
             loss_form=loss_form,
         )
 
-    def init(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
+    def init(self, model: Decoder, *, key: PRNGKeyArray | int) -> TrainState:
         """Return the state before the first step."""
         model = self._with_saved_modules(model)
         model = model.place(model.execution.layout)  # weights without a sharding would compile the step twice
-        key = as_key(key)
-        loss_weights = new_loss_weights(self.loss, model, key)
+        run_key: PRNGKeyArray = as_key(key)
+        loss_weights = new_loss_weights(self.loss, model, run_key)
         optimizer = self.new_optimizer(model, loss_weights)
         # two arrays: a buffer cannot be donated twice
         step, skipped = (jax.make_array_from_callback((), _replicated(model), _zero) for _ in range(2))
-        key = jax.jit(jax.random.clone, out_shardings=_replicated(model))(key)  # device_put fails with many processes
+        # device_put fails with many processes
+        run_key = jax.jit(jax.random.clone, out_shardings=_replicated(model))(run_key)
         return self.with_ema(
-            TrainState(model=model, loss_weights=loss_weights, optimizer=optimizer, step=step, skipped=skipped, key=key)
+            TrainState(
+                model=model, loss_weights=loss_weights, optimizer=optimizer, step=step, skipped=skipped, key=run_key
+            )
         )
 
     def new_optimizer(self, model: Decoder, loss_weights: PyTree = None) -> PyTree:
@@ -217,10 +220,11 @@ class Trainer(eqx.Module):
         )
         return dataclasses.replace(state, ema=averages | copies(weights))
 
-    def abstract(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
+    def abstract(self, model: Decoder, *, key: PRNGKeyArray | int) -> TrainState:
         """Return the shapes, dtypes and shardings of `init(model, key=key)`, to restore a checkpoint."""
         model = self._with_saved_modules(model)
-        replicated, key = _replicated(model), as_key(key)
+        replicated = _replicated(model)
+        run_key: PRNGKeyArray = as_key(key)
         loss_weights = loss_shapes(self.loss, model)
         weights, state_layout = self._weights(model, loss_weights), self._state_layout(model)
         shardings = state_layout.shardings()
@@ -231,7 +235,7 @@ class Trainer(eqx.Module):
 
         optimizer = jax.tree_util.tree_map_with_path(abstract_leaf, jax.eval_shape(self.optimizer.init, weights))
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
-        abstract_key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated)
+        abstract_key = jax.ShapeDtypeStruct(run_key.shape, run_key.dtype, sharding=replicated)
         ema = None
         if self.ema_decay is not None:
             ema = {
