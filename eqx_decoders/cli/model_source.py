@@ -66,17 +66,16 @@ class AdaptedModelSource(ModelSource):
     def __post_init__(self):
         super().__post_init__()
         expand_paths(self, "adapter")
-        if self.adapter is not None:
-            check(
-                (Path(self.adapter) / "adapter_config.json").is_file(),
-                f"adapter={self.adapter!r} must be a directory in the format of PEFT: it has no adapter_config.json.",
-            )
 
     def load(self, quantized: QuantizedName = "expand") -> TextModel:
         """Load the model, its tokenizer and the adapter."""
-        text = super().load(quantized)
         if self.adapter is None:
-            return text
+            return super().load(quantized)
+        check(
+            (Path(self.adapter) / "adapter_config.json").is_file(),
+            f"adapter={self.adapter!r} must be a directory in the format of PEFT: it has no adapter_config.json.",
+        )
+        text = super().load(quantized)
         stop_ids = {*text.stop_ids, *read_generation_config(self.adapter).stop_ids}
         model = merge_lora(load_peft(text.model, self.adapter))
         return dataclasses.replace(text, model=model, stops=tuple(sorted(stop_ids)))

@@ -35,7 +35,7 @@ def test_adapter_is_merged_into_the_loaded_model(adapter):
     assert_close(text.model(TOKENS).logits, logits, units=512)
     assert generate.parse(["--model", str(BASE), "--adapter", str(folder)]).adapter == str(folder)
     with refused(ed.ConfigError, "adapter='nowhere'", "adapter_config.json"):
-        AdaptedModelSource(model=str(BASE), adapter="nowhere")
+        AdaptedModelSource(model=str(BASE), adapter="nowhere").load()
 
 
 def test_convert_merges_an_adapter(adapter, tmp_path):
