@@ -733,8 +733,8 @@ def test_precision_of_weights():
 
 # What is passed between functions and what families are made of: data, and no settings of a user.
 DATA = {
-    "Blocks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "ModelInfo",
-    "Provenance", "TokenizationConfig", "RemoteFile", "DecoderSizes", "StateShape", "StoredTensor",
+    "DocumentChunks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel",
+    "ModelInfo", "Provenance", "TokenizationConfig", "RemoteFile", "DecoderSizes", "StateShape", "StoredTensor",
     "MXFP4Tensor", "BytesTensor",
     "PackedFP4Tensor", "PackedTensor", "RepeatedTensor", "ScaledTensor", "TransposedTensor", "LaneLayout",
     "CompressedShape", "AdapterSettings", "Adapter", "ServedAdapters",

@@ -47,7 +47,7 @@ from eqx_decoders.io.huggingface.export_directory import check_new_directory
 from eqx_decoders.io.huggingface.hub import adapter_base, resolve
 from eqx_decoders.io.huggingface.load import load_hf, read_config
 from eqx_decoders.io.huggingface.peft import load_peft
-from eqx_decoders.io.processes import from_first
+from eqx_decoders.io.processes import broadcast_json
 from eqx_decoders.io.run_lock import RunLock, check_run_dir
 from eqx_decoders.model.init import count_parameters
 from eqx_decoders.training.lora import merge_lora
@@ -81,7 +81,7 @@ class Import(Devices):
         run = RunDirectory(TrainConfig(run_dir=self.run_dir, init_from=init_from))
         is_run = run.has_settings or run.source_dir.exists() or Path(run.checkpoint_directory).exists()
         check(
-            not from_first("is_run", is_run),
+            not broadcast_json("is_run", is_run),
             f"run_dir={self.run_dir!r} already contains a run: choose another directory.",
             CheckpointError,
         )

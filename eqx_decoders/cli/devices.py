@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from eqx_decoders.errors import CheckedFields, PositiveInt, check
-from eqx_decoders.io.processes import connected, from_first
+from eqx_decoders.io.processes import broadcast_json, connected
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training.settings.step import MeshConfig
 
@@ -43,7 +43,7 @@ class Devices(CheckedFields):
             flags: dict[str, Any] = json.loads(
                 json.dumps(dataclasses.asdict(self))
             )  # JSON values, as in other processes
-            first = from_first("flags", flags)
+            first = broadcast_json("flags", flags)
             differences = [
                 f"{name}={value!r}, but {first.get(name)!r} in the first process"
                 for name, value in flags.items()

@@ -31,7 +31,7 @@ from eqx_decoders.errors import NonNegativeFloat, NonNegativeInt, PositiveInt, c
 from eqx_decoders.inference.text_model import Files, Prompt, TextModel
 from eqx_decoders.inference.unstack import unstack_in_place
 from eqx_decoders.io.atomic_files import expand_paths, write_atomically
-from eqx_decoders.io.processes import from_first
+from eqx_decoders.io.processes import broadcast_json
 from eqx_decoders.io.program_cache import keep_programs
 from eqx_decoders.io.status import StatusLine
 
@@ -130,7 +130,7 @@ def read_prompts(respond: "Continuation | ChatSession") -> None:
     """Respond to each non-empty line of the standard input, or run it if it is a command, such as `/reset`."""
     if sys.stdin.isatty():
         show("Type /help for a list of commands, and /exit or Ctrl-D to leave.\n")
-    while line := from_first("line", read_line() if jax.process_index() == 0 else None, seconds=1e6):
+    while line := broadcast_json("line", read_line() if jax.process_index() == 0 else None, seconds=1e6):
         line = line.strip("\n")
         name, _, argument = line.strip().partition(" ")
         if name in ("/exit", "/quit"):

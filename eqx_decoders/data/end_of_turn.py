@@ -1,4 +1,4 @@
-"""End-of-turn tokens of a chat template: the tokens that a model learns to generate at the end of its answers."""
+"""Find the end-of-turn tokens of a chat template: the tokens that a model learns to generate after its messages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,9 +12,10 @@ from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
 
 
-NO_END = (
-    "no special token that ends a turn is trained on after the last answer, so the model does not learn to stop. Use a "
-    "chat template that writes such a token after each answer, inside of its {% generation %} block if it has one"
+NO_END_OF_TURN = (
+    "there is no end-of-turn token among the targets after the last assistant message, so the model does not learn to "
+    "stop. Use a chat template that writes a special token after each assistant message (inside of the "
+    "{% generation %} block, if the template has such blocks)"
 )
 
 _TOOL = {
@@ -29,20 +30,19 @@ _CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "f", "argum
 
 
 def end_of_turn_ids(tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[int, ...]:
-    """Return the ids of the added tokens that end an answer or a tool call in rendered conversations.
+    """Return the ids of the added tokens at the end of assistant messages and tool calls, in ascending order.
 
-    Only targets count: templates that end a turn with plain text, or with the start of the next turn, have no such
-    tokens. Returns no ids if the template cannot render a question with an answer.
+    Only targets are considered. So the result is empty if the template ends a message with plain text or with the start
+    of the next message, and if the template cannot render a question with an answer.
     """
     if template is None or not isinstance(tokenizer, JsonTokenizer):
         return ()
     user = {"role": "user", "content": "1"}
-    answer = _trailing_ids(tokenizer, template, [user, {"role": "assistant", "content": "1"}])
-    ends = set(answer)
+    ids = set(_trailing_ids(tokenizer, template, [user, {"role": "assistant", "content": "1"}]))
     if "tool" in template.source + (template.tool_source or ""):
         call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-        ends |= set(_trailing_ids(tokenizer, template, [user, call], {"tools": [_TOOL]})[-1:])
-    return tuple(sorted(ends))
+        ids |= set(_trailing_ids(tokenizer, template, [user, call], {"tools": [_TOOL]})[-1:])
+    return tuple(sorted(ids))
 
 
 def _trailing_ids(
@@ -51,7 +51,10 @@ def _trailing_ids(
     messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Return the added tokens at the end of the last message, ignoring whitespace. Empty if rendering fails."""
+    """Return the ids of the added tokens at the end of a conversation, ignoring whitespace.
+
+    Returns an empty list if the template cannot render the conversation.
+    """
     document = Document("the chat template", chat=ChatDocument(list(messages), variables=dict(variables or {})))
     try:
         (rendered,) = list(render_documents(iter([document]), template))
@@ -62,18 +65,23 @@ def _trailing_ids(
 
 
 def note_missing_end(tokenizer: Tokenizer, ids: np.ndarray, targets: np.ndarray, report: ReadReport) -> None:
-    """Count a conversation in `report` if no added token ends the last answer that is trained on."""
+    """Count a conversation in `report` if its targets do not end with an added token.
+
+    **Arguments:**
+
+    - `ids`, `targets`: token ids of the conversation, and a mask of the targets.
+    """
     if isinstance(tokenizer, JsonTokenizer) and np.any(targets) and not _last_added_ids(tokenizer, ids, targets):
-        report.notes[NO_END] += 1
+        report.notes[NO_END_OF_TURN] += 1
 
 
 def _last_added_ids(tokenizer: JsonTokenizer, ids: np.ndarray, targets: np.ndarray) -> list[int]:
-    """Return the added tokens at the end of the targets, ignoring whitespace."""
-    found: list[int] = []
+    """Return the ids of the added tokens at the end of the targets, ignoring whitespace."""
+    trailing: list[int] = []
     for index in reversed(ids[np.asarray(targets, bool)].tolist()):
         name = tokenizer.decode([index], special=True)
         if index in tokenizer.added_ids and name.strip():
-            found.insert(0, index)
+            trailing.insert(0, index)
         elif name.strip():
             break
-    return found
+    return trailing

@@ -1,4 +1,4 @@
-"""Rows of a global batch that each process holds, and placement of batches on the devices of all processes."""
+"""Assign the rows of a global batch to processes, and place batches on the devices of all processes."""
 
 import bisect
 import dataclasses
@@ -16,10 +16,15 @@ from eqx_decoders.sharding.layout import Layout
 
 
 def host_rows(layout: Layout, rows: int, process_index: int | None = None) -> Sequence[int]:
-    """Return the indices of the rows, of a batch of `rows`, that the devices of a process hold, in ascending order.
+    """Return the indices of the rows of a global batch that are stored on the devices of a process, ascending.
 
-    They depend on the positions of the devices in the mesh, and need not be contiguous. Several processes may hold the
-    same rows. process_index: None for this process.
+    The indices depend on the positions of the devices in the mesh and need not be contiguous. Several processes may
+    have the same rows.
+
+    **Arguments:**
+
+    - `rows`: number of rows of the global batch.
+    - `process_index`: index of the process; None: this process.
     """
     index = jax.process_index() if process_index is None else process_index
     slices = layout.activation_sharding("batch", (rows,)).devices_indices_map((rows,))
@@ -28,17 +33,25 @@ def host_rows(layout: Layout, rows: int, process_index: int | None = None) -> Se
     return range(rows) if len(numbers) == rows else tuple(numbers)
 
 
-def hand_over(batch: Batch, layout: Layout, rows: int) -> Batch:
-    """Place a batch that is not modified later. With one CPU device, the NumPy arrays are used without a copy."""
-    whole = jax.process_count() == 1 and batch.media is None and layout.single and layout.backend.devices_share_cores
-    return batch if whole else place(batch, layout, rows)
+def place_read_only(batch: Batch, layout: Layout, rows: int) -> Batch:
+    """Place a batch on all devices, as `place`, or return it unchanged if there is only one CPU device.
+
+    The caller must not modify the arrays of `batch` later, because the result may share them.
+    """
+    is_one_cpu_device = jax.process_count() == 1 and layout.single and layout.backend.devices_share_cores
+    return batch if is_one_cpu_device and batch.media is None else place(batch, layout, rows)
 
 
 def place(batch: Batch, layout: Layout, rows: int) -> Batch:
-    """Place a batch of `rows` sequences on all devices. `batch` has this process's `host_rows` as NumPy arrays.
+    """Place a global batch on the devices of all processes.
 
-    With images, videos or audio, all processes must make the same calls in the same order: the arrays of all processes
-    are padded to the largest shapes.
+    With images, videos or audio, all processes must make the same calls in the same order, because the media arrays of
+    all processes are padded to common shapes.
+
+    **Arguments:**
+
+    - `batch`: the rows of this process (`host_rows`), as NumPy arrays `[local_rows, length]`.
+    - `rows`: number of rows of the global batch.
     """
     length = batch.tokens.shape[1]
     sharding = layout.activation_sharding("batch length", (rows, length))

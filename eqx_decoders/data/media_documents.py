@@ -15,7 +15,7 @@ import numpy as np
 from eqx_decoders.data.media_reader import MaskedTokens, MediaReader, Span
 from eqx_decoders.data.sources.data_files import is_remote
 from eqx_decoders.data.sources.documents import parse_reference, reference
-from eqx_decoders.data.sources.records import FILES
+from eqx_decoders.data.sources.records import MEDIA_FIELDS
 from eqx_decoders.data.synthetic_images import SIZE, drawn_pixels
 from eqx_decoders.encoders.protocols import HasMedia
 from eqx_decoders.encoders.stem import WholeImageStem
@@ -149,7 +149,7 @@ class ProcessorReader:
     def expand_text(
         self, text: str, spans: Sequence[Span], references: Sequence[str], where: str
     ) -> tuple[str, tuple[Span, ...]]:
-        texts: dict[str, list[str]] = {kind: [] for kind in FILES.values()}
+        texts: dict[str, list[str]] = {kind: [] for kind in MEDIA_FIELDS.values()}
         names: dict[str, tuple[str, ...]] = {}
         for each in references:
             kind, processed = parse_reference(each)[0], self._process(each)

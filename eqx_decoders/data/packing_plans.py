@@ -1,7 +1,10 @@
-"""Packing of documents into rows. A plan lists the piece of a document at each place of a row, in a few arrays.
+"""Pack documents into rows of `seq_len` tokens.
 
-`sizes` are the numbers of tokens of the documents, with separators. `documents` and `sizes` are in the order of the
-epoch.
+A plan lists the pieces of documents in each row, in a few arrays. The functions `plan_*` have these arguments:
+
+- `documents`: indices of the documents, in the order of the epoch.
+- `sizes`: number of tokens of each document, including separators.
+- `seq_len`: number of tokens of a row.
 """
 
 import bisect
@@ -16,9 +19,11 @@ from eqx_decoders.errors import DataError, check
 
 
 class PackingPlan(NamedTuple):
-    """Plan of rows: piece `i` is `documents[i][starts[i]:stops[i]]`, the next piece in row `rows[i]`.
+    """The pieces of documents in each row.
 
-    `rows` is ascending. `order[k]` is the row at index `k`.
+    Piece `i` has the tokens `starts[i]:stops[i]` of document `documents[i]` and is in row `rows[i]`, after the earlier
+    pieces of this row. `rows` is ascending. `order` is a permutation of the rows: `order[k]` is the k-th row of the
+    epoch.
     """
 
     rows: Int[np.ndarray, "pieces"]
@@ -28,18 +33,21 @@ class PackingPlan(NamedTuple):
     order: Int[np.ndarray, "rows"]
 
     def pieces(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (document, start, stop) for each piece of the row at an index."""
+        """Yield (document, start, stop) for each piece of the row `order[index]`."""
         first, last = np.searchsorted(self.rows, [self.order[index], self.order[index] + 1])
         for piece in range(first, last):
             yield int(self.documents[piece]), int(self.starts[piece]), int(self.stops[piece])
 
     def compact(self) -> "PackingPlan":
-        """Return the same plan in int32, if the numbers are small enough."""
+        """Return the plan with int32 arrays where all values are small enough."""
         return PackingPlan(*(x.astype(np.int32) if x.max(initial=0) < 2**31 - 1 else x for x in self))
 
 
 def count_rows(plan: Callable[..., PackingPlan], sizes: Int[np.ndarray, "docs"], seq_len: int) -> int:
-    """Return the number of rows of `plan` for documents of these sizes, without making the plan if possible."""
+    """Return the number of rows of `plan`, one of the functions `plan_*`, for documents of these sizes.
+
+    The plan itself is made only for `plan_overlapping`, where the number of rows cannot be computed otherwise.
+    """
     if len(sizes) == 0:
         return 0
     if plan is plan_packed:
@@ -52,33 +60,39 @@ def count_rows(plan: Callable[..., PackingPlan], sizes: Int[np.ndarray, "docs"],
 
 
 def plan_packed(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> PackingPlan:
-    """Concatenate documents, then cut their tokens every `seq_len`. Only the last row can have padding."""
+    """Concatenate the documents and split the tokens into rows. Only the last row can have padding."""
     ends = np.cumsum(sizes)
     begins = ends - sizes
     cuts = np.union1d(begins, np.arange(0, ends[-1], seq_len))
-    which = np.searchsorted(begins, cuts, "right") - 1
+    indices = np.searchsorted(begins, cuts, "right") - 1
     rows = cuts // seq_len
     stops = np.append(cuts[1:], ends[-1])
-    return PackingPlan(rows, documents[which], cuts - begins[which], stops - begins[which], np.arange(rows[-1] + 1))
+    order = np.arange(rows[-1] + 1)
+    return PackingPlan(rows, documents[indices], cuts - begins[indices], stops - begins[indices], order)
 
 
 def plan_padded(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> PackingPlan:
-    """Put one piece into each row. Pieces of a document overlap by one token, so each token is a target once."""
+    """Put one piece of a document into each row, and pad the row.
+
+    The pieces of a document overlap by one token, so that every token except the first is a target exactly once.
+    """
     counts = _count_pieces(sizes, seq_len)
-    which = np.repeat(np.arange(len(documents)), counts)
-    rows = np.arange(len(which))
-    starts = (rows - (np.cumsum(counts) - counts)[which]) * (seq_len - 1)
-    return PackingPlan(rows, documents[which], starts, np.minimum(starts + seq_len, sizes[which]), rows)
+    indices = np.repeat(np.arange(len(documents)), counts)
+    rows = np.arange(len(indices))
+    starts = (rows - (np.cumsum(counts) - counts)[indices]) * (seq_len - 1)
+    return PackingPlan(rows, documents[indices], starts, np.minimum(starts + seq_len, sizes[indices]), rows)
 
 
 def _count_pieces(sizes: Int[np.ndarray, "docs"], seq_len: int) -> Int[np.ndarray, "docs"]:
-    """Return the number of pieces of each document: up to `seq_len` tokens, which overlap by one token."""
+    """Return the number of pieces of each document, with up to `seq_len` tokens and an overlap of one token."""
     return np.maximum(1, -(-(sizes - 1) // (seq_len - 1)))
 
 
 def plan_overlapping(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> PackingPlan:
     """Pack as `plan_packed`, but let the pieces of a document overlap by one token, as in `plan_padded`."""
-    pieces, row, used = [], 0, 0
+    pieces = []
+    row = 0
+    used = 0  # tokens of the row
     for document, size in zip(documents.tolist(), sizes.tolist(), strict=True):
         start = 0
         while start < size - 1:
@@ -88,83 +102,95 @@ def plan_overlapping(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, 
             pieces.append((row, document, start, stop))
             used += stop - start
             start = stop - 1
-    rows, which, starts, stops = np.array(pieces, np.int64).reshape(-1, 4).T
-    return PackingPlan(rows, which, starts, stops, np.arange(row + 1))
+    rows, indices, starts, stops = np.array(pieces, np.int64).reshape(-1, 4).T
+    return PackingPlan(rows, indices, starts, stops, np.arange(row + 1))
 
 
 def plan_whole(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> PackingPlan:
-    """Fit complete documents into rows; documents of more than `seq_len` tokens become pieces as in `plan_padded`.
+    """Put documents into rows without splitting them, by best-fit decreasing bin packing.
 
-    Best-fit decreasing: each piece, the largest first, is placed into the row with the smallest sufficient space.
-    Pieces of equal size are placed together, in the order of the epoch, so that a million documents take about a
-    second. The number of rows follows from the sizes alone.
+    Each document, the largest first, is placed into the row with the smallest sufficient space. Documents of more than
+    `seq_len` tokens are first split into pieces, as in `plan_padded`. Pieces of equal size are placed together, in the
+    order of the epoch, so that planning a million documents takes about a second. The number of rows depends only on
+    the sizes, not on the order.
     """
-    cut = plan_padded(documents, sizes, seq_len)
-    lengths = cut.stops - cut.starts
+    pieces = plan_padded(documents, sizes, seq_len)
+    lengths = pieces.stops - pieces.starts
     rows = np.zeros(len(lengths), np.int64)
-    rooms: list[int] = []  # free space of rows, ascending
-    with_room: dict[int, list[np.ndarray]] = {}
-    count = 0
+    spaces: list[int] = []  # distinct numbers of free tokens in rows, ascending
+    rows_by_space: dict[int, list[np.ndarray]] = {}
+    num_rows = 0
 
-    def open_rows(room: int, numbers: np.ndarray) -> None:
-        if len(numbers) and room not in with_room:
-            bisect.insort(rooms, room)
-        if len(numbers):
-            with_room.setdefault(room, []).append(numbers)
+    def add_rows(space: int, new_rows: np.ndarray) -> None:
+        if len(new_rows) == 0:
+            return
+        if space not in rows_by_space:
+            bisect.insort(spaces, space)
+        rows_by_space.setdefault(space, []).append(new_rows)
 
     largest_first = np.argsort(-lengths, kind="stable")
-    for group in np.split(largest_first, np.flatnonzero(np.diff(lengths[largest_first])) + 1):
-        size = int(lengths[group[0]])
-        while len(group):
-            index = bisect.bisect_left(rooms, size)
-            if index < len(rooms):
-                room = rooms.pop(index)
-                candidates = np.concatenate(with_room.pop(room))
+    for remaining in np.split(largest_first, np.flatnonzero(np.diff(lengths[largest_first])) + 1):
+        size = int(lengths[remaining[0]])  # all remaining pieces have this size
+        while len(remaining):
+            index = bisect.bisect_left(spaces, size)
+            if index < len(spaces):
+                space = spaces.pop(index)
+                candidates = np.concatenate(rows_by_space.pop(space))
             else:
-                room, candidates = seq_len, np.arange(count, count + -(-len(group) // (seq_len // size)))
-                count += len(candidates)
-            each = room // size
-            used, rest = np.split(candidates, [-(-len(group) // each)])
-            placed, group = np.split(group, [len(used) * each])
-            rows[placed] = np.repeat(used, each)[: len(placed)]
-            last = len(placed) - (len(used) - 1) * each
-            open_rows(room, rest)
-            open_rows(room - each * size, used[:-1])
-            open_rows(room - last * size, used[-1:])
+                space = seq_len
+                candidates = np.arange(num_rows, num_rows + -(-len(remaining) // (seq_len // size)))
+                num_rows += len(candidates)
+            per_row = space // size
+            used, unused = np.split(candidates, [-(-len(remaining) // per_row)])
+            placed, remaining = np.split(remaining, [len(used) * per_row])
+            rows[placed] = np.repeat(used, per_row)[: len(placed)]
+            in_last_row = len(placed) - (len(used) - 1) * per_row
+            add_rows(space, unused)
+            add_rows(space - per_row * size, used[:-1])
+            add_rows(space - in_last_row * size, used[-1:])
     order = np.argsort(rows, kind="stable")
-    return PackingPlan(rows[order], cut.documents[order], cut.starts[order], cut.stops[order], np.arange(count))
+    starts, stops = pieces.starts[order], pieces.stops[order]
+    return PackingPlan(rows[order], pieces.documents[order], starts, stops, np.arange(num_rows))
 
 
 def _count_whole(sizes: Int[np.ndarray, "docs"], seq_len: int) -> int:
-    """Return the number of rows of `plan_whole`. Takes the same steps, with counts instead of lists."""
-    before = _count_pieces(sizes, seq_len) - 1  # pieces of a document except the last: each fills a row
-    counts = np.bincount(sizes - before * (seq_len - 1), minlength=seq_len + 1)
-    counts[seq_len] += before.sum()
-    rooms, with_room, rows = list[int](), dict[int, int](), 0
-    for size in np.flatnonzero(counts)[::-1].tolist():
-        left = int(counts[size])
-        while left > 0:
-            index = bisect.bisect_left(rooms, size)
-            room = rooms.pop(index) if index < len(rooms) else seq_len
-            each = room // size
-            candidates = with_room.pop(room) if room in with_room else -(-left // each)
-            rows += candidates if room == seq_len else 0
-            used = min(candidates, -(-left // each))
-            last = min(left - (used - 1) * each, each)
-            left -= (used - 1) * each + last
-            for rest, many in ((room, candidates - used), (room - each * size, used - 1), (room - last * size, 1)):
-                if many > 0 and rest not in with_room:
-                    bisect.insort(rooms, rest)
-                if many > 0:
-                    with_room[rest] = with_room.get(rest, 0) + many
-    return rows
+    """Return the number of rows of `plan_whole`: the same algorithm with numbers of rows instead of row indices."""
+    full_pieces = _count_pieces(sizes, seq_len) - 1  # pieces of a document except the last; each of them fills a row
+    num_pieces = np.bincount(sizes - full_pieces * (seq_len - 1), minlength=seq_len + 1)  # by size
+    num_pieces[seq_len] += full_pieces.sum()
+    spaces = list[int]()
+    rows_by_space = dict[int, int]()
+    num_rows = 0
+
+    def add_rows(space: int, count: int) -> None:
+        if count <= 0:
+            return
+        if space not in rows_by_space:
+            bisect.insort(spaces, space)
+        rows_by_space[space] = rows_by_space.get(space, 0) + count
+
+    for size in np.flatnonzero(num_pieces)[::-1].tolist():
+        remaining = int(num_pieces[size])
+        while remaining > 0:
+            index = bisect.bisect_left(spaces, size)
+            space = spaces.pop(index) if index < len(spaces) else seq_len
+            per_row = space // size
+            candidates = rows_by_space.pop(space) if space in rows_by_space else -(-remaining // per_row)
+            num_rows += candidates if space == seq_len else 0
+            used = min(candidates, -(-remaining // per_row))
+            in_last_row = min(remaining - (used - 1) * per_row, per_row)
+            remaining -= (used - 1) * per_row + in_last_row
+            add_rows(space, candidates - used)
+            add_rows(space - per_row * size, used - 1)
+            add_rows(space - in_last_row * size, 1)
+    return num_rows
 
 
 def permutation(size: int, seed: str) -> Int[np.ndarray, "size"]:
-    """Return the numbers below `size` in an order that follows from `seed` alone.
+    """Return a pseudorandom permutation of `range(size)` that depends only on `seed`.
 
-    The numbers are sorted by their splitmix64 hashes (Steele et al. 2014). Unlike the order of NumPy's generators, this
-    order does not depend on the version of a package, so a run resumes on the same data with newer packages.
+    The numbers are sorted by their splitmix64 hashes (Steele et al. 2014). Unlike permutations of NumPy's generators,
+    the result does not depend on the version of a package, so a run resumes on the same data with newer packages.
     """
     key = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "little")
     mixed = np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
@@ -174,11 +200,11 @@ def permutation(size: int, seed: str) -> Int[np.ndarray, "size"]:
 
 
 def check_same_data(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raise DataError unless the `state` of an iterator has the data and settings of `identity`."""
+    """Raise DataError unless `state`, the saved state of an iterator, has the data and settings of `identity`."""
     changes = [f"{key} was {state.get(key)!r} and is {now!r}" for key, now in identity.items() if state.get(key) != now]
     check(
         not changes,
         f"the data differ from the data of the checkpoint: {'; '.join(changes)}. Restore the data and settings to "
-        "resume this run, or choose another run directory.",
+        "resume this run, or use another run directory.",
         DataError,
     )

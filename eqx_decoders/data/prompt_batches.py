@@ -1,8 +1,8 @@
 """Prompts for RL, and a resumable iterator over them.
 
-A record has a `prompt`, which is a text or messages, or `messages`, and other columns, which rewards read. The chat
-template renders messages with a generation prompt. A text gets no template: its tokens are the tokens of a document
-that starts with it.
+A record has a field `prompt` (text or messages) or `messages`. Reward functions read the other fields. Messages are
+rendered by the chat template with a generation prompt. A text is tokenized without a template, in the same way as the
+start of a document.
 """
 
 import functools
@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eqx_decoders.data.chats import left_out_of_prompt
+from eqx_decoders.data.chats import omissions_of_prompt
 from eqx_decoders.data.packing_plans import check_same_data, permutation
 from eqx_decoders.data.sources.documents import ReadReport, checked_text, template_variables, warning_prefix
-from eqx_decoders.data.sources.readers import ALL, read_records
-from eqx_decoders.data.sources.records import FILES, as_texts, normalize_prompt
+from eqx_decoders.data.sources.readers import ALL_COLUMNS, read_records
+from eqx_decoders.data.sources.records import MEDIA_FIELDS, as_texts, normalize_prompt
 from eqx_decoders.data.sources.sources import DATA, Paths, find_sources
 from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.io.status import StatusLine, quantity
@@ -27,11 +27,18 @@ from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, check
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, prompt_ids
 
 
-RECORDS_AT_ONCE = 1024  # records that are rendered and tokenized together
+RECORDS_PER_CHUNK = 1024  # records that are rendered and tokenized together
 
 
 class Prompt(NamedTuple):
-    """Prompt: its number, its tokens, and its record with `prompt` and the columns that rewards read."""
+    """A tokenized prompt.
+
+    **Fields:**
+
+    - `number`: index of the prompt in the order of the run.
+    - `tokens`: token ids of the prompt; empty for a task of an environment.
+    - `record`: the JSON record with `prompt` and the fields that reward functions read.
+    """
 
     number: int
     tokens: tuple[int, ...]
@@ -39,92 +46,121 @@ class Prompt(NamedTuple):
 
 
 class Prompts:
-    """Prompts of at most `most_tokens` tokens in the order of their records.
+    """Prompts in the order of their records.
 
-    too_long: number of prompts that were left out. notes: number of prompts by warning.
+    **Arguments:**
+
+    - `prompts`: the prompts, each of at most `max_tokens` tokens.
+    - `max_tokens`: maximum length of a prompt.
+    - `num_too_long`: number of prompts that were omitted because they are longer than `max_tokens`.
+    - `notes`: number of affected prompts by warning.
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], most_tokens: int, too_long: int, notes: Mapping[str, int] | None = None
+        self, prompts: Sequence[Prompt], max_tokens: int, num_too_long: int, notes: Mapping[str, int] | None = None
     ):
-        self.prompts, self.most_tokens, self.too_long, self.notes = prompts, most_tokens, too_long, dict(notes or {})
+        self.prompts = prompts
+        self.max_tokens = max_tokens
+        self.num_too_long = num_too_long
+        self.notes = dict(notes or {})
 
     @functools.cached_property
     def content_hash(self) -> str:
-        """Hash of the prompts, in their order."""
+        """Hash of the tokens and records of all prompts, in order."""
         digest = hashlib.blake2b(digest_size=16)
         for prompt in self.prompts:
             digest.update(json.dumps([prompt.tokens, prompt.record], sort_keys=True).encode())
         return digest.hexdigest()
 
     @property
-    def longest(self) -> int:
-        """Number of tokens of the longest prompt."""
+    def max_length(self) -> int:
+        """Number of tokens of the longest prompt; 0 for tasks of an environment."""
         return max(len(prompt.tokens) for prompt in self.prompts)
 
     def describe(self) -> str:
-        """Describe the prompts, the prompts that were left out, and warnings."""
-        if not self.longest:
+        """Return a summary with the number of prompts, the number of omitted prompts, and the warnings."""
+        if not self.max_length:
             return quantity(len(self.prompts), "task")
-        line = f"{quantity(len(self.prompts), 'prompt')} of up to {quantity(self.longest, 'token')}"
-        if self.too_long:
-            warning = warning_prefix(self.too_long, len(self.prompts))
-            line = f"{warning}{line}; left out: {self.too_long:,} of more than {self.most_tokens:,}"
+        line = f"{quantity(len(self.prompts), 'prompt')} of up to {quantity(self.max_length, 'token')}"
+        if self.num_too_long:
+            warning = warning_prefix(self.num_too_long, len(self.prompts))
+            line = f"{warning}{line}; left out: {self.num_too_long:,} of more than {self.max_tokens:,}"
         notes = [f"warning: {quantity(count, 'prompt')}: {note}" for note, count in self.notes.items()]
         return "\n".join([line, *notes])
 
 
 def read_prompts(
-    path: Paths, tokenizer: Tokenizer, *, most_tokens: int, template: ChatTemplate | None = None, flag: str = DATA
+    path: Paths, tokenizer: Tokenizer, *, max_tokens: int, template: ChatTemplate | None = None, flag: str = DATA
 ) -> Prompts:
-    """Read prompts, `{"prompt": …, "answer": …, …}`, of at most `most_tokens` tokens.
+    """Read and tokenize prompts from records such as `{"prompt": …, "answer": …}`.
 
-    Raises DataError with file and row for other records, and if no prompt is left.
+    **Arguments:**
+
+    - `path`: files, directories or data sets with the records.
+    - `max_tokens`: maximum length of a prompt; longer prompts are omitted and counted.
+    - `template`: chat template, which is needed only for prompts that consist of messages.
+    - `flag`: command-line option named in errors about `path`.
+
+    Raises DataError, with file and row, if a record is invalid, and if there are no prompts of at most `max_tokens`
+    tokens.
     """
-    records, prompts, too_long, number = _records(path, flag), list[Prompt](), 0, 0
+    records = _records(path, flag)
+    prompts = list[Prompt]()
+    num_too_long = 0
+    number = 0
     report = ReadReport()
-    with StatusLine("tokenizing prompts", remains="nothing of them is kept"):
-        while group := list(itertools.islice(records, RECORDS_AT_ONCE)):
-            for (where, record), tokens in zip(group, _encode(group, tokenizer, template, report), strict=True):
+    with StatusLine("tokenizing prompts", remains="no tokenized prompts were saved"):
+        while chunk := list(itertools.islice(records, RECORDS_PER_CHUNK)):
+            for (where, record), tokens in zip(chunk, _encode(chunk, tokenizer, template, report), strict=True):
                 if not tokens:
                     raise DataError(
-                        f"{where}: field 'prompt' is empty, and the tokenizer has no token that starts a text. "
+                        f"{where}: field 'prompt' is empty, and the tokenizer has no beginning-of-sequence token. "
                         "Remove the record."
                     )
-                if len(tokens) <= most_tokens:
+                if len(tokens) <= max_tokens:
                     prompts.append(Prompt(number, tokens, record))
-                too_long += len(tokens) > most_tokens
+                else:
+                    num_too_long += 1
                 number += 1
     if not prompts:
-        reason = f": all {number:,} prompts have more than {most_tokens:,} tokens. Raise --seq-len" if number else ""
-        raise DataError(f"{path} has no usable prompt{reason}.")
-    return Prompts(prompts, most_tokens, too_long, report.notes)
+        reason = f": all {number:,} prompts have more than {max_tokens:,} tokens. Raise --seq-len" if number else ""
+        raise DataError(f"{path} contains no usable prompts{reason}.")
+    return Prompts(prompts, max_tokens, num_too_long, report.notes)
 
 
 def read_tasks(path: Paths, *, flag: str = DATA) -> Prompts:
-    """Read tasks of an environment, which are any JSON objects, as prompts without tokens. Raises DataError."""
-    records = (each for source in find_sources(path, flag) for each in read_records(source, ALL))
+    """Read the tasks of an RL environment as prompts without tokens.
+
+    A task is any JSON object; the environment interprets it. Raises DataError if a record is not a JSON object, and if
+    there are no records.
+    """
     tasks = list[Prompt]()
-    for where, record in records:
-        check(isinstance(record, dict), f"{where} must be a JSON object, which is the task.", DataError)
-        tasks.append(Prompt(len(tasks), (), record))
-    check(bool(tasks), f"{path} has no task.", DataError)
+    for source in find_sources(path, flag):
+        for where, record in read_records(source, ALL_COLUMNS):
+            check(isinstance(record, dict), f"{where}: a task must be a JSON object.", DataError)
+            tasks.append(Prompt(len(tasks), (), record))
+    check(bool(tasks), f"{path} contains no tasks.", DataError)
     return Prompts(tasks, 0, 0)
 
 
 def _records(path: Paths, flag: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the location (file and row) of each record, and the record with a validated `prompt`."""
     for source in find_sources(path, flag):
-        for where, record in read_records(source, ALL):
+        for where, record in read_records(source, ALL_COLUMNS):
             record = normalize_prompt(record, where)
-            media = [name for names in FILES.items() for name in names if record.get(name)]
-            check(not media, f"{where} has {', '.join(media)}: prompts can only contain text.", DataError)
+            media = [name for names in MEDIA_FIELDS.items() for name in names if record.get(name)]
+            check(
+                not media,
+                f"{where} has the fields {', '.join(media)}, but prompts for RL can only contain text.",
+                DataError,
+            )
             prompt = record["prompt"]
             if isinstance(prompt, list):
                 prompt = check_messages(as_texts(prompt), f"{where}: messages")
                 if prompt[-1]["role"] == "assistant":
                     raise DataError(
-                        f"{where}: the last message is an assistant message, so there is nothing to answer. Remove the "
-                        "message, or put the messages before it into 'prompt'."
+                        f"{where}: the last message is an assistant message, so the prompt is already answered. Remove "
+                        "the message, or put the messages before it into 'prompt'."
                     )
             else:
                 checked_text(prompt, "prompt", where)
@@ -132,16 +168,16 @@ def _records(path: Paths, flag: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _encode(
-    group: Sequence[tuple[str, Mapping[str, Any]]],
+    chunk: Sequence[tuple[str, Mapping[str, Any]]],
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     report: ReadReport,
 ) -> Iterator[tuple[int, ...]]:
-    chats = [(where, record) for where, record in group if isinstance(record["prompt"], list)]
+    chats = [(where, record) for where, record in chunk if isinstance(record["prompt"], list)]
     encoded = iter(_encode_chats(chats, tokenizer, template, report) if chats else ())
-    for _, record in group:
+    for _, record in chunk:
         prompt = record["prompt"]
-        yield next(encoded) if isinstance(prompt, list) else encode_beginning(tokenizer, prompt)
+        yield next(encoded) if isinstance(prompt, list) else encode_text_prompt(tokenizer, prompt)
 
 
 def _encode_chats(
@@ -152,8 +188,8 @@ def _encode_chats(
 ) -> Iterator[tuple[int, ...]]:
     if template is None:
         raise DataError(
-            f"{chats[0][0]} is a conversation, but there is no chat template to render it. Start from a chat model "
-            "(--init-from), or give a Jinja file with --chat-template (DataConfig.chat_template)."
+            f"{chats[0][0]}: the prompt consists of messages, but there is no chat template to render them. "
+            "Start from a chat model (--init-from), or set --chat-template (DataConfig.chat_template) to a Jinja file."
         )
     requests = [
         Conversation(record["prompt"], template_variables(record, where), add_generation_prompt=True)
@@ -162,41 +198,53 @@ def _encode_chats(
     for (where, _), request, text in zip(chats, requests, template.render_many(requests), strict=True):
         if isinstance(text, ConversionError):
             raise DataError(f"{where}: {text}") from text
-        report.notes.update(left_out_of_prompt(request, text, f"{where}: {template.where}"))
+        report.notes.update(omissions_of_prompt(request, text, f"{where}: {template.where}"))
         yield encode_rendered(tokenizer, text.text, text.literal)
 
 
 def encode_rendered(tokenizer: Tokenizer, text: str, literal: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
-    """Encode what a chat template wrote; `literal`: spans of names of special tokens that are letters."""
+    """Tokenize text that was rendered by a chat template.
+
+    `literal`: character spans `[start, stop)` in which the names of special tokens are tokenized as ordinary text.
+    """
     if isinstance(tokenizer, JsonTokenizer):
         return tuple(tokenizer.encode(text, special=True, literal=[(start, stop) for start, stop in literal]).tolist())
     return tuple(tokenizer.encode(text).tolist())
 
 
-def encode_beginning(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Tokenize a text to be continued, as the server and `generate` do."""
+def encode_text_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Tokenize a prompt without a chat template, in the same way as the completions API of the server."""
     return tuple(prompt_ids(tokenizer, text).tolist())
 
 
 class PromptBatches:
-    """Iterator over the prompts of each step: `count` prompts, in another order in each epoch.
+    """Infinite, resumable iterator over the prompts of each step, shuffled again in each epoch.
 
-    It never ends; with `held_out` it is one pass, in the order of the records. `take` returns additional prompts. All
-    processes get the same prompts.
+    All processes get the same prompts.
+
+    **Arguments:**
+
+    - `count`: number of prompts per step.
+    - `held_out`: make one pass in the order of the records instead.
     """
 
     def __init__(self, prompts: Prompts, *, count: int, seed: int, held_out: bool = False):
-        self.prompts, self._count, self._seed, self._held_out = prompts, count, seed, held_out
-        self._taken = 0
+        self.prompts = prompts
+        self._count = count
+        self._seed = seed
+        self._held_out = held_out
+        self._num_taken = 0
 
     def __iter__(self) -> Iterator[list[Prompt]]:
         return self
 
     def __next__(self) -> list[Prompt]:
-        left = len(self.prompts.prompts) - self._taken
-        if self._held_out and left <= 0:
+        if not self._held_out:
+            return self.take(self._count)
+        remaining = len(self.prompts.prompts) - self._num_taken
+        if remaining <= 0:
             raise StopIteration
-        return self.take(min(self._count, left) if self._held_out else self._count)
+        return self.take(min(self._count, remaining))
 
     def __enter__(self) -> "PromptBatches":
         return self
@@ -205,48 +253,53 @@ class PromptBatches:
         self.close()
 
     def take(self, count: int) -> list[Prompt]:
-        """Return the next prompts. The number of each prompt is its position in the sequence of all prompts so far."""
+        """Return the next `count` prompts, numbered by their positions in the sequence of all prompts of the run."""
+        num_prompts = len(self.prompts.prompts)
         prompts = []
-        for turn in range(self._taken, self._taken + count):
-            epoch, place = divmod(turn, len(self.prompts.prompts))
-            index = place if self._held_out else int(_order(len(self.prompts.prompts), f"{self._seed}/{epoch}")[place])
-            prompts.append(self.prompts.prompts[index]._replace(number=turn))
-        self._taken += count
+        for number in range(self._num_taken, self._num_taken + count):
+            epoch, index = divmod(number, num_prompts)
+            if not self._held_out:
+                index = int(_order(num_prompts, f"{self._seed}/{epoch}")[index])
+            prompts.append(self.prompts.prompts[index]._replace(number=number))
+        self._num_taken += count
         return prompts
 
     def close(self) -> None:
-        """Do nothing: no thread reads ahead."""
+        """Do nothing: this iterator has no background thread."""
 
     def rewind(self) -> "PromptBatches":
         """Go back to the first prompt."""
-        self._taken = 0
+        self._num_taken = 0
         return self
 
     @property
     def epochs(self) -> float:
         """Number of passes over the prompts so far."""
-        return self._taken / len(self.prompts.prompts)
+        return self._num_taken / len(self.prompts.prompts)
 
     def steps_of_epochs(self, epochs: float) -> int:
         """Return the number of steps that pass over the prompts `epochs` times; at least 1."""
         return max(1, math.ceil(epochs * len(self.prompts.prompts) / self._count))
 
     def source_epochs(self) -> Mapping[str, float]:
-        """Return an empty mapping: prompts are not mixtures."""
+        """Return an empty mapping: mixtures of prompts are not supported."""
         return {}
 
     def describe(self, start: int, steps: int) -> str:
-        """Describe the prompts and the records that were left out."""
+        """Return a summary of the prompts; the arguments are ignored."""
         return self.prompts.describe()
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state as plain JSON: the number of prompts so far, and everything that they depend on."""
-        return {"prompt": self._taken, **self._identity()}
+        """Return the state as JSON values: the number of prompts so far, the hash of the prompts, and the settings."""
+        return {"prompt": self._num_taken, **self._identity()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Resume exactly where `get_state` was called. Raises DataError if the prompts of `state` differ."""
+        """Resume exactly where `get_state` was called.
+
+        Raises DataError if `state` was made with other prompts or other settings.
+        """
         check_same_data(state, self._identity())
-        self._taken = int(state["prompt"])
+        self._num_taken = int(state["prompt"])
 
     def _identity(self) -> dict[str, Any]:
         return {"prompts": self.prompts.content_hash, "seed": self._seed, "held_out": self._held_out}

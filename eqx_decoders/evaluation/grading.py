@@ -6,7 +6,7 @@ from typing import NamedTuple
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.evaluation.task import Example
 from eqx_decoders.io.function_workers import CallResult, FunctionWorkers, numbers_by_name
-from eqx_decoders.io.processes import LONG, from_first, in_first
+from eqx_decoders.io.processes import LONG_TIMEOUT, broadcast_json, run_in_process_0
 
 
 SCORE = "score"  # name of the value of a grade that is a single number
@@ -42,7 +42,8 @@ def grade_completions(
         )
         return grades
 
-    return [Grade(*each) for each in from_first("grades", in_first("grading", grade, seconds=LONG))]
+    grades = run_in_process_0("grading", grade, seconds=LONG_TIMEOUT)
+    return [Grade(*row) for row in broadcast_json("grades", grades)]
 
 
 def _grade(result: CallResult) -> Grade:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from eqx_decoders.data.sources.readers import ALL, read_records
+from eqx_decoders.data.sources.readers import ALL_COLUMNS, read_records
 from eqx_decoders.data.sources.records import as_texts, check_unicode, normalize_prompt
 from eqx_decoders.data.sources.sources import find_sources
 from eqx_decoders.errors import CheckedFields, ConfigError, DataError, EqxDecodersError, PositiveInt, check
@@ -146,7 +146,7 @@ def _records(path: str, folder: Path, what: str) -> Iterable[tuple[str, Any]]:
     path = expanded(path)
     path = path if "://" in path else str(folder / path)
     for source in find_sources(path, f"{what}: examples"):
-        yield from read_records(source, ALL)
+        yield from read_records(source, ALL_COLUMNS)
 
 
 def _checked(example: Any, where: str) -> Example:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from eqx_decoders.data.sources.documents import decode
-from eqx_decoders.data.sources.readers import ALL, read_records
+from eqx_decoders.data.sources.readers import ALL_COLUMNS, read_records
 from eqx_decoders.data.sources.sources import find_sources
 from eqx_decoders.errors import DataError, check
 from eqx_decoders.evaluation.engine_requests import EvaluationEngine, Progress, no_progress
@@ -73,7 +73,7 @@ def load_text_set(spec: str, field: str = "text", limit: int | None = None, flag
         if isinstance(source.file, Path) and source.file.suffix not in (".jsonl", ".json", ".parquet", ".gz", ".zst"):
             texts.append(_read(source.file))
             continue
-        for where, record in read_records(source, ALL):
+        for where, record in read_records(source, ALL_COLUMNS):
             value: Any = record.get(field) if isinstance(record, dict) else None
             check(
                 isinstance(value, str),

@@ -20,7 +20,7 @@ from eqx_decoders.inference.stream_decoder import StreamDecoder
 from eqx_decoders.io.huggingface.generation_config import parse_token_ids
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.huggingface.load import QuantizedName, load_hf
-from eqx_decoders.io.processes import from_first
+from eqx_decoders.io.processes import broadcast_json
 from eqx_decoders.io.text.chat_template import (
     ChatTemplate,
     Conversation,
@@ -217,7 +217,7 @@ class TextModel:
         """
         # All processes use the ids of the first process: chat templates may insert the date, which may differ.
         local_ids, media = self.prepare(prompt, files) if jax.process_index() == 0 else (None, None)
-        ids = np.asarray(from_first("prompt", None if local_ids is None else local_ids.tolist()), np.int32)
+        ids = np.asarray(broadcast_json("prompt", None if local_ids is None else local_ids.tolist()), np.int32)
         check(len(ids) > 0, "The prompt has no tokens. Pass a prompt that is not empty.")
         tokens = stream(
             self.model,

@@ -35,9 +35,9 @@ from eqx_decoders.io.status import StatusLine, delete_partial, duration, takes_t
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
-AHEAD = 2  # training steps or evaluation batches that are dispatched before the results of the first one are read
-WAIT = 1800.0  # timeout in seconds of a barrier that all processes reach at about the same time
-LONG = 1e6  # timeout in seconds of a barrier before which one process may work for hours, inside a `StatusLine`
+MAX_IN_FLIGHT_STEPS = 2  # training steps or evaluation batches that are dispatched before the oldest results are read
+BARRIER_TIMEOUT = 1800.0  # seconds; for barriers that all processes reach at about the same time
+LONG_TIMEOUT = 1e6  # seconds; for barriers that one process may reach hours after the others, inside a `StatusLine`
 
 HEARTBEAT_INTERVAL = 2.0  # seconds
 HEARTBEAT_TIMEOUT = 30.0  # seconds without a heartbeat after which a process counts as dead
@@ -195,7 +195,7 @@ _numbers = itertools.count(1)  # of the barriers and steps that this process rea
 _progress = 0  # number of the last one
 
 
-def all_gather_json(name: str, value: Any = None, *, seconds: int | float = WAIT) -> list[Any]:
+def all_gather_json(name: str, value: Any = None, *, seconds: int | float = BARRIER_TIMEOUT) -> list[Any]:
     """Return the JSON values of all processes, in the order of their indices. It is a barrier.
 
     All processes must make the same calls, with the same names, in the same order.
@@ -226,21 +226,21 @@ def all_gather_json(name: str, value: Any = None, *, seconds: int | float = WAIT
     return [values[str(process)] for process in range(count)]
 
 
-def from_first(name: str, value: Any, *, seconds: int | float = WAIT) -> Any:
-    """Return the `value` of process 0 in all processes."""
+def broadcast_json(name: str, value: Any, *, seconds: int | float = BARRIER_TIMEOUT) -> Any:
+    """Return the JSON `value` of process 0 in all processes. See `all_gather_json`."""
     return all_gather_json(name, value if jax.process_index() == 0 else None, seconds=seconds)[0]
 
 
 def check_same(what: str, hashes: Any, remedy: str) -> None:
     """Raise DataError unless the hashes of `what` equal those of process 0. All processes must call it."""
     check(
-        hashes == from_first("made", hashes),
+        hashes == broadcast_json("made", hashes),
         f"{what} of process {jax.process_index()} are not equal to {what} of process 0: {remedy}.",
         DataError,
     )
 
 
-def in_first(name: str, make: Callable[[], T], *, seconds: int | float = WAIT) -> T | None:
+def run_in_process_0(name: str, make: Callable[[], T], *, seconds: int | float = BARRIER_TIMEOUT) -> T | None:
     """Call `make()` in process 0, and return its result there; return None in the other processes, which wait.
 
     If `make` raises an error, the other processes raise an EqxDecodersError with the same text.
@@ -251,7 +251,7 @@ def in_first(name: str, make: Callable[[], T], *, seconds: int | float = WAIT) -
             result = make()
         except Exception as error:  # any error: otherwise the other processes would wait for nothing
             failure = error
-    message = from_first(name, None if failure is None else f"{type(failure).__name__}: {failure}", seconds=seconds)
+    message = broadcast_json(name, None if failure is None else f"{type(failure).__name__}: {failure}", seconds=seconds)
     if failure is not None:
         raise failure
     check(message is None, f"process 0 failed ({name}): {message}", EqxDecodersError)
@@ -266,7 +266,7 @@ def first_then_all(name: str, make: Callable[[], T], path: Path) -> T:
     result = make() if jax.process_index() == 0 else None
     waiting = StatusLine(f"waiting for process 0 ({name})") if jax.process_index() else contextlib.nullcontext()
     with waiting:
-        all_gather_json(name, seconds=LONG)
+        all_gather_json(name, seconds=LONG_TIMEOUT)
     if result is not None:
         return result
     wait_for(path.exists, f"process {jax.process_index()} does not see {path}")
@@ -302,8 +302,9 @@ class Stop:
 
     All processes must call it at the same points. Between two points they must run a collective computation (except
     after an evaluation, which another point may follow at once), and they must read its results before they start
-    `AHEAD` more computations. A process with a request announces a stop `AHEAD + 2` points later. No other process can
-    reach that point before the announcement, because the computations before it need this process.
+    `MAX_IN_FLIGHT_STEPS` more computations. A process with a request announces a stop `MAX_IN_FLIGHT_STEPS + 2` points
+    later. No other process can reach that point before the announcement, because the computations before it need this
+    process.
     """
 
     _numbers = itertools.count()
@@ -320,7 +321,7 @@ class Stop:
         self._point += 1
         stop_at = _read_value(self._key)
         if stop_at is None and self._requested():
-            stop_at = _write_if_absent(self._key, self._point + 2 + AHEAD)
+            stop_at = _write_if_absent(self._key, self._point + 2 + MAX_IN_FLIGHT_STEPS)
         self.agreed = stop_at is not None and self._point >= stop_at
         return self.agreed
 
@@ -389,7 +390,7 @@ def find_failure(received: dict[int, list[Any]], last: dict[int, Heartbeat]) -> 
     """Return a description of the failure if a process is dead or hangs, otherwise None.
 
     A process is dead if it has not sent a heartbeat for `HEARTBEAT_TIMEOUT`. It hangs if all others have waited for it
-    for `WAIT` seconds.
+    for `BARRIER_TIMEOUT` seconds.
 
     received: number, progress and name of each process. last: last heartbeat of each process, which is updated.
     """
@@ -404,14 +405,15 @@ def find_failure(received: dict[int, list[Any]], last: dict[int, Heartbeat]) -> 
     fastest = max(heartbeat.progress[0] for heartbeat in last.values())
     progress_at = max(heartbeat.progress_at for heartbeat in last.values())
     hanging = []
-    if slowest < fastest and now - progress_at > WAIT:
+    if slowest < fastest and now - progress_at > BARRIER_TIMEOUT:
         hanging = [process for process, heartbeat in last.items() if heartbeat.progress[0] == slowest]
     if not dead and not hanging:
         return None
     names = " and ".join(f"process {process} ({received[process][2]})" for process in sorted(dead or hanging))
     what = f"has not responded for {duration(timeout)}"
     if not dead:
-        what = f"hangs: the other processes have waited for it for {duration(WAIT)}. Its log shows where it hangs"
+        waited = duration(BARRIER_TIMEOUT)
+        what = f"hangs: the other processes have waited for it for {waited}. Its log shows where it hangs"
     text = f"{names} {what}. Start all processes again with the same command to resume from the last checkpoint."
     failure = {"process": 0, "host": socket.gethostname(), "text": text, "code": 1}
     return failure | ({"dead": len(dead)} if dead else {"hanging": hanging})

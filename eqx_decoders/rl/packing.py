@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from eqx_decoders.data.batch import Batch
-from eqx_decoders.data.host_rows import hand_over, host_rows
+from eqx_decoders.data.host_rows import host_rows, place_read_only
 from eqx_decoders.data.signals import Signals
 from eqx_decoders.errors import DataError
 from eqx_decoders.rl.completions import Completion, Segment
@@ -393,5 +393,5 @@ class CompletionPacker:
         )
         rows = packed.batch.tokens.shape[0]
         local_rows = np.asarray(host_rows(self._layout, rows))
-        batch = hand_over(jax.tree.map(lambda leaf: leaf[local_rows], packed.batch), self._layout, rows)
+        batch = place_read_only(jax.tree.map(lambda leaf: leaf[local_rows], packed.batch), self._layout, rows)
         return packed._replace(batch=batch)

@@ -17,7 +17,7 @@ from eqx_decoders.context import Execution
 from eqx_decoders.data.prompt_batches import Prompt, PromptBatches
 from eqx_decoders.errors import DataError, EqxDecodersError, check
 from eqx_decoders.inference.unstack import unstack_in_place
-from eqx_decoders.io.processes import from_first
+from eqx_decoders.io.processes import broadcast_json
 from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.weights_fingerprint import weights_fingerprint
@@ -314,7 +314,7 @@ class StepRollouts:
     def _read(self, step: int, key: str) -> StepCompletions | None:
         """Read the completions of a step that a killed run has already sampled."""
         found = self._files.read(step, key)
-        if not from_first(f"completions {step}", found is not None):
+        if not broadcast_json(f"completions {step}", found is not None):
             return None
         check(
             found is not None,
@@ -349,7 +349,7 @@ def _rewards_of_first_process(groups: Groups, name: str) -> Groups:
     if jax.process_count() == 1:
         return groups
     fields = ("reward", "rewards", "error", "seconds")
-    rows = from_first(name, [[{field: getattr(c, field) for field in fields} for c in group] for group in groups])
+    rows = broadcast_json(name, [[{field: getattr(c, field) for field in fields} for c in group] for group in groups])
     return [
         [completion._replace(**row) for completion, row in zip(group, group_rows, strict=True)]
         for group, group_rows in zip(groups, rows, strict=True)

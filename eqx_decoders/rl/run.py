@@ -82,7 +82,7 @@ def _open(start: MethodStart, run_class: "type[RLRun]") -> OpenedMethod:
     def prompt_batches(path: Any, flag: str, *, held_out: bool = False) -> PromptBatches:
         if rl.environment is None:
             max_tokens = data.seq_len - rl.max_new_tokens
-            prompts = read_prompts(path, tokenizer, most_tokens=max_tokens, template=template, flag=flag)
+            prompts = read_prompts(path, tokenizer, max_tokens=max_tokens, template=template, flag=flag)
         else:
             prompts = read_tasks(path, flag=flag)
         return PromptBatches(prompts, count=rl.prompts, seed=data.seed, held_out=held_out)
@@ -93,7 +93,7 @@ def _open(start: MethodStart, run_class: "type[RLRun]") -> OpenedMethod:
         held_out[""] = prompt_batches(data.held_out_path, "--held-out", held_out=True)
     hashes = [batches.prompts.content_hash for batches in (train, *held_out.values())]
     check_same("the prompts", hashes, "all must read the same files")
-    max_prompt_tokens = max(batches.prompts.longest for batches in (train, *held_out.values()))
+    max_prompt_tokens = max(batches.prompts.max_length for batches in (train, *held_out.values()))
     max_tokens = max_prompt_tokens + rl.max_new_tokens
     if rl.environment is not None:
         max_tokens = rl.episode_tokens or data.seq_len

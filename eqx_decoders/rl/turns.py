@@ -5,7 +5,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from eqx_decoders.data.prompt_batches import encode_beginning, encode_rendered
+from eqx_decoders.data.prompt_batches import encode_rendered, encode_text_prompt
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.io.text.answers.formats import ToolFormat
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered
@@ -52,7 +52,7 @@ class ConversationEncoder:
     def encode(self, rendered: Rendered) -> tuple[int, ...]:
         """Encode a complete conversation."""
         if self._template is None:
-            return encode_beginning(self._tokenizer, rendered.text)
+            return encode_text_prompt(self._tokenizer, rendered.text)
         return encode_rendered(self._tokenizer, rendered.text, rendered.literal)
 
     def encode_added(self, text: str, content: str, stop_id: int | None, rendered: Rendered) -> tuple[int, ...] | None:

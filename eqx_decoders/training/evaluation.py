@@ -10,9 +10,9 @@ import numpy as np
 
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.data.batch import Batch
-from eqx_decoders.data.host_rows import hand_over
+from eqx_decoders.data.host_rows import place_read_only
 from eqx_decoders.inference.generation import generate
-from eqx_decoders.io.processes import AHEAD
+from eqx_decoders.io.processes import MAX_IN_FLIGHT_STEPS
 from eqx_decoders.io.text.tokenizer import Tokenizer, prompt_ids
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.held_out import HeldOut
@@ -74,8 +74,8 @@ def evaluate_sets(
             totals[name] += np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(sums))])
 
     for name, batch in ((name, batch) for name, batches in sets.items() for batch in batches):
-        waiting.append((name, _sums(model, hand_over(batch, layout, rows))))
-        read(behind=AHEAD if layout.backend.parallel_programs else 0)
+        waiting.append((name, _sums(model, place_read_only(batch, layout, rows))))
+        read(behind=MAX_IN_FLIGHT_STEPS if layout.backend.parallel_programs else 0)
         if stop():
             break
     read()

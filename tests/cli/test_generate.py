@@ -165,7 +165,7 @@ def test_weights_on_a_mesh_are_sharded(wrote):
 def test_processes_connect_and_must_have_the_same_flags(wrote, monkeypatch):
     met = []
     monkeypatch.setattr(devices, "connected", lambda seconds: met.append(seconds) or contextlib.nullcontext())
-    monkeypatch.setattr(devices, "from_first", lambda name, own: json.loads(json.dumps(own | {"seed": 7})))
+    monkeypatch.setattr(devices, "broadcast_json", lambda name, own: json.loads(json.dumps(own | {"seed": 7})))
     words = ("--model", CHAT, "--prompt", "x", "--distributed", "--distributed-timeout", 9, "--mesh.fsdp", 4)
     _, err = call("generate", *words, "--seed", 5, devices=4, code=2)
     assert_names(err, "--seed=5", "7")

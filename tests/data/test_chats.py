@@ -8,10 +8,10 @@ import pytest
 
 from eqx_decoders.data import chats as chats_module
 from eqx_decoders.data.chats import (
-    EMPTY_ANSWER,
-    LEAVES_OUT_REASONING,
-    LEAVES_OUT_TEXT,
-    LEAVES_OUT_TOOLS,
+    EMPTY_MESSAGE,
+    REASONING_OMITTED,
+    TEXT_OMITTED,
+    TOOLS_OMITTED,
     encode_spans,
     render_documents,
 )
@@ -125,7 +125,7 @@ def test_only_completions_are_targets(marked):
 
 
 def test_conversations_and_texts_stay_in_order(monkeypatch):
-    monkeypatch.setattr(chats_module, "CHATS_AT_ONCE", 3)
+    monkeypatch.setattr(chats_module, "MAX_CHATS_PER_CHUNK", 3)
     documents = [
         document("user", "assistant", first=0, k=i) if i % 3 else Document(str(i), f"text {i}") for i in range(8)
     ]
@@ -235,7 +235,7 @@ def test_turns_are_found_by_generation_prompts(name):
 def test_the_number_of_renderings_per_turn_is_bounded(monkeypatch):
     rendered, real = [], ChatTemplate.render_many
     monkeypatch.setattr(ChatTemplate, "render_many", lambda self, many: rendered.append(len(many)) or real(self, many))
-    monkeypatch.setattr(chats_module, "CHARACTERS_AT_ONCE", 300)
+    monkeypatch.setattr(chats_module, "MAX_CHARACTERS_PER_CHUNK", 300)
     source, learned = BY_REQUEST["by number"]
     assert written(source, *[document("user", "assistant", "tool", "assistant")] * 3) == [learned] * 3
     assert max(rendered) == 6
@@ -324,7 +324,7 @@ def test_reasoning_and_tools_that_a_template_omits_are_noted():
     strips = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] | trim }}")
     report = ReadReport()
     list(render_documents(iter(documents), ChatTemplate(source=strips), report))
-    assert report.notes == {LEAVES_OUT_REASONING: 4, LEAVES_OUT_TOOLS: 2}
+    assert report.notes == {REASONING_OMITTED: 4, TOOLS_OMITTED: 2}
     writes = "{{ tools | tojson if tools }}" + CHATML.replace(
         "{{ m.content }}",
         "{{ m.reasoning_content }}{{ m.content | replace('<think>', '[') | replace('</think>', ']') }}",
@@ -337,7 +337,7 @@ def test_reasoning_and_tools_that_a_template_omits_are_noted():
 def test_text_of_a_call_that_a_template_omits_is_noted():
     source = "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% else %}"
     source += "{{ m.content }}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    for content, notes in ((None, {}), ("let me look", {LEAVES_OUT_TEXT: 1})):
+    for content, notes in ((None, {}), ("let me look", {TEXT_OMITTED: 1})):
         report = ReadReport()
         list(render_documents(iter([calling(content=content)]), ChatTemplate(source=source), report))
         assert report.notes == notes
@@ -441,10 +441,10 @@ def test_empty_answers_are_no_targets(marked):
 
     report = ReadReport()
     assert read({"content": ""}, {"content": "yes"}, {"content": " "}, report=report) == [["yes<|end|>"]]
-    assert report.notes == {EMPTY_ANSWER: 1} and not report.dropped
+    assert report.notes == {EMPTY_MESSAGE: 1} and not report.dropped
     report = ReadReport()
     assert read({"content": ""}, report=report) == []
     assert list(report.dropped.values()) == [1] and not report.notes
     report = ReadReport()
     assert read({"content": "", "reasoning_content": "why"}, report=report) == [["<|end|>"]]
-    assert EMPTY_ANSWER not in report.notes
+    assert EMPTY_MESSAGE not in report.notes

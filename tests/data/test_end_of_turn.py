@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from eqx_decoders.data.end_of_turn import NO_END, end_of_turn_ids
+from eqx_decoders.data.end_of_turn import NO_END_OF_TURN, end_of_turn_ids
 from eqx_decoders.data.sources.documents import ChatDocument, Document, ReadReport
 from eqx_decoders.data.store.shards import TokenizationConfig, write_shard
 from eqx_decoders.io.text.chat_template import ChatTemplate
@@ -83,4 +83,4 @@ def test_answers_without_an_end_are_counted(answer, count, tmp_path):
     documents = [Document("a.jsonl:1", chat=ChatDocument(messages))]
     config = TokenizationConfig(TOKENIZER, template=ChatTemplate(source=source))
     write_shard(tmp_path / "a", documents, config, report=report)
-    assert report.notes == ({NO_END: count} if count else {})
+    assert report.notes == ({NO_END_OF_TURN: count} if count else {})

@@ -41,7 +41,7 @@ from eqx_decoders.cli import train as program
 from eqx_decoders.errors import DataError
 from eqx_decoders.io import processes
 from eqx_decoders.io.checkpoint import reading
-from eqx_decoders.io.processes import first_then_all, from_first, all_gather_json, local_process_count
+from eqx_decoders.io.processes import first_then_all, broadcast_json, all_gather_json, local_process_count
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training import Batch, flops, host_rows, place
 from eqx_decoders.data.batches import Batches
@@ -54,7 +54,7 @@ flops.measured_flops = lambda dtype: 1e11  # the speed of the CPU is not measure
 
 def check_batches():
     assert jax.process_count() == 2 and len(jax.devices()) == 4
-    assert all_gather_json("numbers", number) == [0, 1] and from_first("first", number) == 0
+    assert all_gather_json("numbers", number) == [0, 1] and broadcast_json("first", number) == 0
     end = time.monotonic() + 30
     while local_process_count() < 2 and time.monotonic() < end:
         time.sleep(0.1)
@@ -322,10 +322,11 @@ def test_processes_that_hang_or_do_not_respond_are_named(monkeypatch):
             seen,
         )
 
-    assert after(0, 4, 4, 4) is None and after(processes.WAIT + 1, 4, 4, 4) is None  # all are at the same point
-    assert after(1, 7, 5, 7) is None and after(processes.WAIT, 7, 5, 7) is None
+    # All processes are at the same point.
+    assert after(0, 4, 4, 4) is None and after(processes.BARRIER_TIMEOUT + 1, 4, 4, 4) is None
+    assert after(1, 7, 5, 7) is None and after(processes.BARRIER_TIMEOUT, 7, 5, 7) is None
     assert after(1, 8, 5, 8) is None  # others still move
-    assert after(processes.WAIT, 8, 5, 8) is None
+    assert after(processes.BARRIER_TIMEOUT, 8, 5, 8) is None
     found = after(1, 8, 5, 8)
     assert found["hanging"] == [1]
     assert_names(found["text"], "process 1 (host1, pid 1)", "30m")

@@ -20,10 +20,10 @@ def test_each_source_has_its_share_within_one_row(weights):
         source, number = mixture.find(row)
         assert number == taken[source]  # in order
         taken[source] += 1
-        assert mixture.taken(row + 1) == taken
+        assert mixture.count(row + 1) == taken
         for count, weight in zip(taken, weights, strict=True):
             assert abs(count - Fraction((row + 1) * weight, sum(weights))) < 1
-    far = 10**12 * sum(mixture.parts)
+    far = 10**12 * sum(mixture.per_period)
     assert [mixture.find(far + row)[0] for row in range(9)] == [mixture.find(row)[0] for row in range(9)]
 
 
@@ -40,9 +40,9 @@ THREE = [2, 2, 0, 2, 1, 2]
 def test_any_weights_have_an_order():
     """Weights with more digits are rounded to five."""
     mixture = Mixture.of_weights([Fraction("0.123456789"), Fraction("0.876543211"), Fraction("1e-12")])
-    assert sum(mixture.parts) == 100_001 and mixture.parts[2] == 1
+    assert sum(mixture.per_period) == 100_001 and mixture.per_period[2] == 1
     counts = collections.Counter(mixture.find(row)[0] for row in range(100_001))
-    assert [counts[source] for source in range(3)] == mixture.parts
+    assert [counts[source] for source in range(3)] == mixture.per_period
     assert counts[0] / 100_001 == pytest.approx(0.12345, abs=1e-5)
 
 
@@ -50,8 +50,8 @@ def test_any_weights_have_an_order():
 def test_a_mixture_of_parts_keeps_them():
     """Also if their sum is larger than that of any weights, because of rounding."""
     mixture = Mixture.of_weights([Fraction("0.123456789"), Fraction("0.876543211"), Fraction("1e-12")])
-    again = Mixture(mixture.parts)
-    assert again.parts == mixture.parts and again.find(99_999) == mixture.find(99_999)
+    again = Mixture(mixture.per_period)
+    assert again.per_period == mixture.per_period and again.find(99_999) == mixture.find(99_999)
 
 
 def test_urls_that_end_in_a_number():

@@ -1,4 +1,4 @@
-"""Preferences: pairs and labelled answers from records, and their packed batches."""
+"""Preferences: pairs and labeled answers from records, and their packed batches."""
 
 import collections
 import gzip
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from eqx_decoders.data.chats import PROMPT_DIFFERS
-from eqx_decoders.data.end_of_turn import NO_END
+from eqx_decoders.data.end_of_turn import NO_END_OF_TURN
 from eqx_decoders.data.preference_batches import PreferenceBatches
-from eqx_decoders.data.preferences import read_labelled_answers, read_pairs
+from eqx_decoders.data.preferences import read_labeled_completions, read_pairs
 from eqx_decoders.data.store.store import open_store
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.text.chat_template import ChatTemplate
@@ -41,13 +41,13 @@ def pair_of(rng: random.Random, most: int = 12) -> dict[str, str]:
     return {"prompt": prompt, "chosen": "+" + chosen, "rejected": "-" + rejected}
 
 
-def labelled_of(rng: random.Random) -> dict[str, object]:
+def labeled_of(rng: random.Random) -> dict[str, object]:
     pair = pair_of(rng)
     return {"prompt": pair["prompt"], "completion": pair["chosen"], "label": rng.random() < 0.5}
 
 
 def preferences(tmp_path, count: int, seq_len: int = 64, *, kind=pair_of):
-    rng, read = random.Random(count), read_pairs if kind is pair_of else read_labelled_answers
+    rng, read = random.Random(count), read_pairs if kind is pair_of else read_labeled_completions
     return read(write(tmp_path / "a.jsonl", *(kind(rng) for _ in range(count))), BYTES, seq_len=seq_len)
 
 
@@ -92,7 +92,7 @@ def test_tokens_are_those_of_conversations_and_of_the_request(name, tokenizer, t
     chats = write(tmp_path / "b.jsonl", *({"prompt": prompt, "completion": [one]} for one in answers))
     store = open_store(tmp_path / "s", tokenizer, path=chats, held_out_fraction=0.0, template=template)
     request = tokenizer.encode(template.render(prompt), special=True).tolist()
-    for number, answer in enumerate(pair.answers):
+    for number, answer in enumerate(pair.completions):
         assert answer.tokens.tolist() == store[number].tolist()
         assert answer.targets.tolist() == store.targets(number).tolist()
         assert answer.prompt.tolist() == request and answer.targets[answer.start :].all()
@@ -115,7 +115,7 @@ def test_formats_of_a_pair_are_equivalent(tmp_path):
     found = read_pairs(write(tmp_path / "a.jsonl", *records), BYTES, seq_len=256, template=CHAT)
     wanted = [("<|user|>hi<|end|><|assistant|>", answer) for answer in ("hello<|end|>", "go<|end|>")]
     for example in found.examples:
-        texts = [(one.prompt.tolist(), one.tokens[one.start :].tolist()) for one in example.answers]
+        texts = [(one.prompt.tolist(), one.tokens[one.start :].tolist()) for one in example.completions]
         assert texts == [(bytes_of(prompt), bytes_of(answer)) for prompt, answer in wanted]
     assert len(found.examples) == len(records) and found.paired and not any(found.dropped.values())
 
@@ -124,16 +124,16 @@ def test_texts_get_the_begin_and_the_end_of_documents_once(tokenizer, tmp_path):
     path = write(tmp_path / "a.jsonl", {"prompt": "ab ", "chosen": "c", "rejected": ""}, pair_of(random.Random(0)))
     found = read_pairs(path, BYTES, seq_len=64)
     assert found.dropped == {"identical": 0, "empty": 1, "excluded": 0, "too_long": 0}
-    (chosen, _), answer = found.examples[0].answers, found.examples[0].answers[0]
+    (chosen, _), answer = found.examples[0].completions, found.examples[0].completions[0]
     assert chosen.prompt[0] == BOS and answer.tokens[-1] == EOS and answer.targets[-1]
     begin, end = (tokenizer.name_of(index) for index in (tokenizer.bos_id, tokenizer.eos_id))
     spelled = {"prompt": f"{begin}one", "completion": f"two{end}", "label": True}
     plain = {"prompt": f"{begin}one", "completion": "two", "label": False}
-    with_names, without = read_labelled_answers(
+    with_names, without = read_labeled_completions(
         write(tmp_path / "b.jsonl", spelled, plain), tokenizer, seq_len=64
     ).examples
-    assert with_names.answers[0].tokens.tolist() == without.answers[0].tokens.tolist()
-    assert with_names.answers[0].tokens.tolist()[-1] == tokenizer.eos_id
+    assert with_names.completions[0].tokens.tolist() == without.completions[0].tokens.tolist()
+    assert with_names.completions[0].tokens.tolist()[-1] == tokenizer.eos_id
     assert (with_names.label, without.label) == (1, -1)
 
 
@@ -149,7 +149,7 @@ def test_files_of_all_kinds_are_read(tmp_path):
     paths = [str(tmp_path / "*.json*"), str(tmp_path / "d.parquet")]
     found = read_pairs(paths, BYTES, seq_len=128, template=CHAT)
     assert len(found.examples) == 8
-    assert len({tuple(one.answers[0].tokens.tolist()) for one in found.examples}) == 1
+    assert len({tuple(one.completions[0].tokens.tolist()) for one in found.examples}) == 1
     assert_names(found.describe(), "8 pairs")
     assert not any(found.dropped.values())
 
@@ -187,7 +187,7 @@ def test_malformed_records_are_refused(name, tmp_path):
 def test_bad_labels_are_refused(label, name, tmp_path):
     path = write(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"} | label)
     with refused(DataError, "a.jsonl:1", name):
-        read_labelled_answers(path, BYTES, seq_len=64)
+        read_labeled_completions(path, BYTES, seq_len=64)
 
 
 def test_texts_and_conversations_without_a_usable_template_are_refused(tmp_path):
@@ -220,7 +220,7 @@ def test_dropped_pairs_are_counted(tmp_path):
     silent = ChatTemplate(source="{% for m in messages %}{{ m.content if m.role != 'user' }}{% endfor %}")
     path = write(tmp_path / "c.jsonl", chat | {"rejected": "other"})
     (example,) = read_pairs(path, BYTES, seq_len=12, template=silent).examples
-    assert [one.targets.tolist() for one in example.answers] == [[False, *[True] * 3], [False, *[True] * 4]]
+    assert [one.targets.tolist() for one in example.completions] == [[False, *[True] * 3], [False, *[True] * 4]]
     with refused(DataError, "records"):
         read_pairs(write(tmp_path / "b.jsonl"), BYTES, seq_len=4)
 
@@ -232,9 +232,9 @@ def test_changes_of_a_template_are_reported(tmp_path):
     thinks = ChatTemplate(source=source.replace("<|assistant|>", "<|assistant|><think>"))
     path = write(tmp_path / "a.jsonl", {"prompt": [SYSTEM, USER], "chosen": "good", "rejected": "bad"})
     found = read_pairs(path, tokenizer, seq_len=99, template=thinks)
-    (omitted,) = found.notes.keys() - {PROMPT_DIFFERS, NO_END}
-    assert "'system'" in omitted and found.notes == {omitted: 2, PROMPT_DIFFERS: 2, NO_END: 2}
-    assert_names(found.describe(), "warning: 2 answers", PROMPT_DIFFERS)
+    (omitted,) = found.notes.keys() - {PROMPT_DIFFERS, NO_END_OF_TURN}
+    assert "'system'" in omitted and found.notes == {omitted: 2, PROMPT_DIFFERS: 2, NO_END_OF_TURN: 2}
+    assert_names(found.describe(), "warning: 2 completions", PROMPT_DIFFERS)
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def test_packed_batches_have_every_pair_once(tmp_path):
     """For any number of rows and pairs per row; both answers are in one row."""
     examples = preferences(tmp_path, 40)
     wanted = collections.Counter(
-        tuple((tuple(one.prompt.tolist()), tuple(one.tokens[one.start :].tolist())) for one in example.answers)
+        tuple((tuple(one.prompt.tolist()), tuple(one.tokens[one.start :].tolist())) for one in example.completions)
         for example in examples.examples
     )
     sizes = []
@@ -282,7 +282,7 @@ def test_each_epoch_has_every_pair_once_in_another_order(tmp_path):
     assert len({tuple(epoch) for epoch in epochs}) == 3 and batches.source_epochs() == {}
 
 
-@pytest.mark.parametrize("kind", [pair_of, labelled_of])
+@pytest.mark.parametrize("kind", [pair_of, labeled_of])
 def test_a_resumed_iterator_is_exact(kind, tmp_path):
     examples = preferences(tmp_path, 17, kind=kind)
     unbroken = batches_of(examples, 3)
@@ -312,15 +312,15 @@ def test_a_resumed_iterator_is_exact(kind, tmp_path):
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
-def test_labelled_answers_come_with_answers_to_other_prompts(count, tmp_path):
+def test_labeled_answers_come_with_answers_to_other_prompts(count, tmp_path):
     """Each prompt is combined with the answer of the next example."""
-    examples = preferences(tmp_path, count, kind=labelled_of)
+    examples = preferences(tmp_path, count, kind=labeled_of)
     batches = batches_of(examples, 4 * count, split="held_out")
     (batch,) = batches
     answers, most = answers_of(batch), batches.examples_per_row
     own = [answer for (_, number), answer in answers.items() if number <= most]
     other = [answer for (_, number), answer in answers.items() if number > most]
-    singles = [(example.answers[0], example.label) for example in examples.examples]
+    singles = [(example.completions[0], example.label) for example in examples.examples]
     labels = {(tuple(one.prompt), tuple(one.tokens[one.start :])): label for one, label in singles}
     assert len(own) == len(other) == count and batch.signals.max_completions == 2 * most
     assert {answer[:2]: answer[2] for answer in own} == labels
@@ -333,9 +333,9 @@ def test_labelled_answers_come_with_answers_to_other_prompts(count, tmp_path):
 
 
 @pytest.mark.parametrize("rows, most", [(1, 16), (2, 3), (5, 16)])
-def test_all_labelled_answers_and_their_counterparts_fit(rows, most, tmp_path):
+def test_all_labeled_answers_and_their_counterparts_fit(rows, most, tmp_path):
     """An answer without room for its counterparts starts the next batch."""
-    examples, count = preferences(tmp_path, 60, seq_len=27, kind=labelled_of), 0
+    examples, count = preferences(tmp_path, 60, seq_len=27, kind=labeled_of), 0
     for batch in batches_of(examples, rows, examples_per_row=most, split="held_out"):
         answers = answers_of(batch)
         own, other = ([a for (_, n), a in answers.items() if (n > most) == kind] for kind in (False, True))
@@ -350,7 +350,7 @@ def test_an_answer_to_the_same_prompt_or_too_long_is_no_counterpart(tmp_path):
     long = [one | {"prompt": "a" * 10}, one | {"completion": "b" * 10}]  # 11 + 11 tokens together
     for records, others in (([one], 0), ([one, one | {"completion": "c"}], 0), (long, 1)):
         path = write(tmp_path / "a.jsonl", *records)
-        (batch,) = batches_of(read_labelled_answers(path, BYTES, seq_len=16), 4, split="held_out")
+        (batch,) = batches_of(read_labeled_completions(path, BYTES, seq_len=16), 4, split="held_out")
         assert len(answers_of(batch)) == len(records) + others
         counterparts = batch.signals.completion_ids > 16
         assert (batch.signals.divergence == counterparts).all() and counterparts.any() == (others > 0)

@@ -25,7 +25,7 @@ def write(path, *rows):
 
 
 def read(path, most=40, template: ChatTemplate | None = TEMPLATE):
-    return read_prompts(str(path), ByteTokenizer(), most_tokens=most, template=template)
+    return read_prompts(str(path), ByteTokenizer(), max_tokens=most, template=template)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_texts_and_conversations(file):
     assert tokenizer.decode(list(chat.tokens)) == "<user>2+2<a>"
     assert text.record == {"prompt": "1+1=", "answer": 2, "more": {"a": [1]}}
     assert chat.record["prompt"] == [{"role": "user", "content": "2+2"}] and chat.record["answer"] == 4
-    assert found.too_long == 1 and found.longest == 12
+    assert found.num_too_long == 1 and found.max_length == 12
     assert re.search(r"\b1\b.*\b40\b", found.describe())
 
 
@@ -130,4 +130,4 @@ def test_an_empty_prompt_needs_a_token_that_starts_texts(tmp_path):
     inner.post_processor = processors.Sequence([])  # adds no token
     tokenizer = JsonTokenizer(inner)
     with refused(DataError, "a.jsonl:2", "'prompt'"):
-        read_prompts(str(path), tokenizer, most_tokens=40)
+        read_prompts(str(path), tokenizer, max_tokens=40)

@@ -6,8 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from eqx_decoders.data.chats import JOINED, SPLIT
-from eqx_decoders.data.preferences import read_labelled_answers, read_pairs
+from eqx_decoders.data.chats import TOKEN_SPANS_PROMPT_END, TOKENIZED_SEPARATELY
+from eqx_decoders.data.preferences import read_labeled_completions, read_pairs
 from eqx_decoders.data.prompt_batches import read_prompts
 from eqx_decoders.data.sources.documents import ReadReport
 from eqx_decoders.data.store.corpus import read_documents
@@ -146,7 +146,7 @@ def test_rows_start_with_the_prompt_at_inference(kind, tmp_path):
     tokenizer, pairs = tokenizer_of(kind), pairs_of_texts(60)
     records = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
     rows, report = rows_of(write(tmp_path / "a.jsonl", *records), tokenizer, tmp_path)
-    asked = read_prompts(write(tmp_path / "b.jsonl", *records), tokenizer, most_tokens=10_000).prompts
+    asked = read_prompts(write(tmp_path / "b.jsonl", *records), tokenizer, max_tokens=10_000).prompts
     frontend, mismatches = TextFrontend(tokenizer=tokenizer), 0
     for (prompt, completion), (row, targets), question in zip(pairs, rows, asked, strict=True):
         ids = prompt_ids(tokenizer, prompt).tolist()
@@ -160,9 +160,9 @@ def test_rows_start_with_the_prompt_at_inference(kind, tmp_path):
             assert decoded(tokenizer, row) == decoded(
                 tokenizer, prompt_ids(tokenizer, prompt + completion).tolist() + end
             )
-    assert mismatches <= report.notes[JOINED] <= 10
+    assert mismatches <= report.notes[TOKEN_SPANS_PROMPT_END] <= 10
     if kind in ("bytes bos", "trained here"):
-        assert mismatches == 0 and report.notes[SPLIT] > 2
+        assert mismatches == 0 and report.notes[TOKENIZED_SEPARATELY] > 2
 
 
 @pytest.mark.parametrize("kind", ["own", "trained here", *KINDS])
@@ -181,15 +181,15 @@ def test_preference_answers_follow_the_prompt_at_inference(kind, tmp_path):
     tokenizer, pairs = tokenizer_of(kind), pairs_of_texts(30)
     records = [{"prompt": p, "chosen": c + "a", "rejected": c + "b"} for p, c in pairs]
     found = read_pairs(write(tmp_path / "a.jsonl", *records), tokenizer, seq_len=10_000)
-    labelled = [{"prompt": p, "completion": c + "a", "label": True} for p, c in pairs]
-    single = read_labelled_answers(write(tmp_path / "b.jsonl", *labelled), tokenizer, seq_len=10_000)
+    labeled = [{"prompt": p, "completion": c + "a", "label": True} for p, c in pairs]
+    single = read_labeled_completions(write(tmp_path / "b.jsonl", *labeled), tokenizer, seq_len=10_000)
     assert len(found.examples) == len(single.examples) == len(pairs)
     mismatches = 0
     for (prompt, _), pair, answer in zip(pairs, found.examples, single.examples, strict=True):
         ids = prompt_ids(tokenizer, prompt).tolist()
-        assert pair.answers[0].tokens.tolist() == answer.answers[0].tokens.tolist()
-        mismatches += sum(each.prompt.tolist() != (ids or each.tokens[:1].tolist()) for each in pair.answers)
-    assert mismatches == found.notes.get(JOINED, 0) and mismatches <= 10
+        assert pair.completions[0].tokens.tolist() == answer.completions[0].tokens.tolist()
+        mismatches += sum(each.prompt.tolist() != (ids or each.tokens[:1].tolist()) for each in pair.completions)
+    assert mismatches == found.notes.get(TOKEN_SPANS_PROMPT_END, 0) and mismatches <= 10
 
 
 @pytest.mark.slow(fast=("trained here-chatml", "bytes bos-lines", "pieces first bos-words"))
@@ -217,7 +217,7 @@ def test_conversations_start_with_the_generation_prompt(kind, name, tmp_path):
             mismatches += 1
             continue
         assert int(np.argmax(targets)) == len(ids)
-    assert mismatches <= report.notes[JOINED] + report.notes[SPLIT] and mismatches <= 5
+    assert mismatches <= report.notes[TOKEN_SPANS_PROMPT_END] + report.notes[TOKENIZED_SEPARATELY] and mismatches <= 5
 
 
 @pytest.mark.slow(fast=("bytes bos-True",))
@@ -237,7 +237,7 @@ def test_a_prompt_may_end_within_the_targets(kind, marked, tmp_path):
         record = {"messages": [user, {"role": "assistant", "content": content}]}
         ((row, targets),), report = rows_of(write(tmp_path / "a.jsonl", record), tokenizer, tmp_path, template)
         ids = tokenizer.encode(template.render([user]), special=True).tolist()
-        assert row[: len(ids)] == ids or report.notes[JOINED] == 1
+        assert row[: len(ids)] == ids or report.notes[TOKEN_SPANS_PROMPT_END] == 1
         assert targets[len(ids) :].all()
 
 

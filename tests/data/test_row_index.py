@@ -20,7 +20,7 @@ from eqx_decoders.data.packing_plans import (
     plan_padded,
     plan_whole,
 )
-from eqx_decoders.data.row_index import BLOCK, Blocks, HeldOutRows, TrainingRows
+from eqx_decoders.data.row_index import CHUNK_SIZE, DocumentChunks, HeldOutRows, TrainingRows
 
 
 MAKES = [plan_packed, plan_padded, plan_whole]
@@ -50,7 +50,7 @@ class Corpus:
 
 def training(corpus, make, seq_len=8, size=4, seed="7", folder=None):
     folder = tempfile.mkdtemp() if folder is None else folder
-    return TrainingRows(Blocks(corpus, False, make, seq_len, size), seed, pathlib.Path(folder))
+    return TrainingRows(DocumentChunks(corpus, False, make, seq_len, size), seed, pathlib.Path(folder))
 
 
 def taken(rows, start, stop):
@@ -59,7 +59,7 @@ def taken(rows, start, stop):
 
 @pytest.fixture
 def small_windows(monkeypatch):
-    monkeypatch.setattr(module, "WINDOW", 60)
+    monkeypatch.setattr(module, "WINDOW_SIZE", 60)
 
 
 @pytest.mark.parametrize("make", MAKES)
@@ -68,7 +68,7 @@ def test_one_block_is_the_plan_of_the_whole_corpus(make):
     generator = np.random.default_rng(0)
     corpus = Corpus(generator.integers(1, 40, 50), generator.random(50) < 0.2)
     documents = np.flatnonzero(~corpus.held)
-    for size in (BLOCK, 50):
+    for size in (CHUNK_SIZE, 50):
         rows = training(corpus, make, size=size)
         for epoch in (0, 1, 5):
             order = permutation(len(documents), f"7/{epoch}/documents")
@@ -81,7 +81,7 @@ def test_one_block_is_the_plan_of_the_whole_corpus(make):
     documents = np.flatnonzero(corpus.held)
     for make in (plan_overlapping, plan_padded, plan_whole):
         plan = make(documents, corpus.all[documents], 8)
-        rows = HeldOutRows(Blocks(corpus, True, make, 8, BLOCK))
+        rows = HeldOutRows(DocumentChunks(corpus, True, make, 8, CHUNK_SIZE))
         assert rows.per_epoch == len(plan.order)
         assert taken(rows, 0, rows.per_epoch) == [list(plan.pieces(place)) for place in range(rows.per_epoch)]
 
@@ -113,7 +113,7 @@ def test_an_epoch_of_many_blocks_has_every_token_once(make, documents, seq_len, 
     if corpus.held.all():
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "WINDOW", window)
+        patch.setattr(module, "WINDOW_SIZE", window)
         rows = training(corpus, make, seq_len, size)
         epochs = [taken(rows, n * rows.per_epoch, (n + 1) * rows.per_epoch) for n in range(2)]
         for pieces in epochs:
@@ -135,19 +135,19 @@ def test_an_epoch_of_many_blocks_has_every_token_once(make, documents, seq_len, 
 @settings(max_examples=30)
 def test_held_out_blocks_have_every_token_once(make, documents, seq_len, size):
     corpus = Corpus(*zip(*documents, strict=True))
-    rows = HeldOutRows(Blocks(corpus, True, make, seq_len, size))
+    rows = HeldOutRows(DocumentChunks(corpus, True, make, seq_len, size))
     last = rows.per_epoch
-    assert not rows.reach(last) and (last == 0 or rows.reach(last - 1)) and taken(rows, last, last + 2) == [[], []]
+    assert not rows.exists(last) and (last == 0 or rows.exists(last - 1)) and taken(rows, last, last + 2) == [[], []]
     pieces = taken(rows, 0, last)
     check_tiling(pieces, corpus, held_out=True, overlap=1)
     for row in range(last):
-        assert taken(HeldOutRows(rows._blocks), row, row + 1) == pieces[row : row + 1]
+        assert taken(HeldOutRows(rows._chunks), row, row + 1) == pieces[row : row + 1]
 
 
 def test_only_needed_blocks_are_read():
     corpus = Corpus([10] * 400, [False] * 200 + [True] * 200)
-    rows = HeldOutRows(Blocks(corpus, True, plan_overlapping, 16, 10))
-    assert rows.reach(0) and max(stop for _, stop in corpus.asked) == 210
+    rows = HeldOutRows(DocumentChunks(corpus, True, plan_overlapping, 16, 10))
+    assert rows.exists(0) and max(stop for _, stop in corpus.asked) == 210
     list(rows.pieces(12))
     assert max(stop for _, stop in corpus.asked) == 220
     assert rows.per_epoch == 20 * len(plan_overlapping(np.arange(10), np.full(10, 10), 16).order)
@@ -169,16 +169,16 @@ def test_blocks_are_planned_once_before_their_window(small_windows):
         planned.append(int(documents.min()) // 4)
         return plan_packed(documents, sizes, seq_len)
 
-    rows = TrainingRows(Blocks(corpus, False, make, 8, 4), "7", pathlib.Path(tempfile.mkdtemp()))
+    rows = TrainingRows(DocumentChunks(corpus, False, make, 8, 4), "7", pathlib.Path(tempfile.mkdtemp()))
     planned.clear()  # to be counted
-    begins = rows._epoch(0)[2]
+    begins = rows._epoch(0).first_rows
     assert len(begins) == 6, "windows"
     for row in range(2 * rows.per_epoch - 1):
         before = len(planned)
         list(rows.pieces(row))
         assert len(planned) - before <= (2 if row < begins[1] else 1)
         if begins[1] <= row < begins[5]:
-            here = rows._window(0, int(np.searchsorted(begins, row, "right")) - 1).blocks
+            here = rows._window(0, int(np.searchsorted(begins, row, "right")) - 1).chunks
             assert not set(planned[before:]) & set(here)
     assert len(set(planned)) == 51 and len(planned) < 2 * 51 + 9, "and some of the third epoch"
 
@@ -193,7 +193,7 @@ def test_an_epoch_differs_from_others_and_a_seed_from_others(small_windows):
 
 def test_orders_do_not_change_between_versions(monkeypatch):
     """A run of many blocks resumes on the same rows in later versions."""
-    monkeypatch.setattr(module, "WINDOW", 16)
+    monkeypatch.setattr(module, "WINDOW_SIZE", 16)
     rows = training(Corpus([3, 9, 4, 12, 7, 5, 8, 2, 11, 6, 1, 10, 13]), plan_packed, size=3)
     assert rows.per_epoch == 13
     assert taken(rows, 9, 15) == FIXED
@@ -231,7 +231,9 @@ def test_numbers_of_rows_are_saved_and_repaired(tmp_path):
         file.write_bytes(content)
         assert training(corpus, plan_packed, folder=tmp_path).per_epoch == rows.per_epoch and corpus.asked
     other = training(Corpus(range(50, 1, -1)), plan_packed, folder=tmp_path)
-    assert other._rows.tolist() != rows._rows.tolist() and len(os.listdir(tmp_path)) == 2, "of other data: another file"
+    assert other._num_rows.tolist() != rows._num_rows.tolist() and len(os.listdir(tmp_path)) == 2, (
+        "of other data: another file"
+    )
     training(corpus, plan_packed, seq_len=9, folder=tmp_path)
     training(corpus, plan_whole, folder=tmp_path)
     assert len(os.listdir(tmp_path)) == 4

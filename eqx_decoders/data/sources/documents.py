@@ -1,4 +1,4 @@
-"""Records (JSON objects, rows of tables) as documents: texts, conversations, prompts with their completions."""
+"""Convert records (JSON objects, rows of tables) to documents: texts, conversations, or prompts with completions."""
 
 import collections
 import dataclasses
@@ -12,7 +12,7 @@ import numpy as np
 
 from eqx_decoders.data.sources.records import (
     COLUMNS,
-    FILES,
+    MEDIA_FIELDS,
     OPENAI_PAIRS,
     VARIABLES,
     check_unicode,
@@ -23,52 +23,60 @@ from eqx_decoders.data.sources.records import (
 from eqx_decoders.errors import DataError, check
 
 
-SET_FIELD = (
+SET_TEXT_FIELD = (
     "Set --text-field (DataConfig.text_field) to the column with the text. For questions with answers, rename the "
-    "columns to 'instruction' and 'output' (written by the chat template) or 'prompt' and 'completion' (plain text)"
+    "columns to 'instruction' and 'output' (rendered by the chat template) or 'prompt' and 'completion' (plain text)"
 )
-PAIRS = "To train on preference pairs, use --method dpo or another preference method"
+USE_PREFERENCE_METHOD = "To train on preference pairs, use --method dpo or another preference method"
 PAIR_FIELDS = (("chosen", "rejected"), tuple(OPENAI_PAIRS))
-NO_TEXT = "a text or a list of messages"
 
-# Reasons for which records are left out, and their description in reports. The reason no_assistant_message is followed
-# by the roles of the conversation: "no_assistant_message: human, user".
+# Why a record is skipped, and the description in reports. The reason no_assistant_message may be followed by the roles
+# of the conversation: "no_assistant_message: human, user". The keys are stored with tokenized data: do not rename them.
 DROP_REASONS = {
     "empty_text": "with an empty text",
     "no_messages": "without messages",
     "no_prompt": "without a prompt",
     "empty_completion": "with an empty completion",
     "no_assistant_message": "without an assistant message",
-    "excluded": "whose assistant messages are all excluded by flags (weight, train)",
-    "empty_answers": "with empty answers",
+    "excluded": "in which the fields 'weight' or 'train' exclude all assistant messages",
+    "empty_answers": "in which all assistant messages are empty",
 }
 
-LARGE_SHARE = 0.1  # share of records left out above which a report starts with "warning"
+WARNING_SHARE = 0.1  # a report starts with "warning" if a larger share of the records is skipped
 
 
 @dataclasses.dataclass
 class ReadReport:
-    """Number of records left out by reason (`dropped`, see `DROP_REASONS`), and of records with warnings (`notes`)."""
+    """Counts of skipped records and of records with warnings.
+
+    - `dropped`: number of skipped records by reason, a key of `DROP_REASONS`.
+    - `notes`: number of records by warning.
+    """
 
     dropped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     notes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def lines(self, read: int) -> list[str]:
-        """Return a sentence for each kind of count. read: number of documents that were not left out."""
-        total, lines = sum(self.dropped.values()), []
-        if total:
-            warning = warning_prefix(total, read)
-            lines.append(f"{warning}{total:,} of {read + total:,} records are left out: {counted(self.dropped)}")
+        """Return the lines of the report. `read`: number of records that were not skipped."""
+        skipped = sum(self.dropped.values())
+        lines = []
+        if skipped:
+            warning = warning_prefix(skipped, read)
+            reasons = describe_drop_counts(self.dropped)
+            lines.append(f"{warning}{skipped:,} of {read + skipped:,} records are skipped: {reasons}")
         return lines + [f"warning: {count:,} of {read:,} records: {note}" for note, count in self.notes.most_common()]
 
 
 def warning_prefix(dropped: int, read: int) -> str:
-    """Return "warning: " if more than LARGE_SHARE of the records were left out, else an empty string."""
-    return "warning: " if dropped > LARGE_SHARE * (read + dropped) else ""
+    """Return "warning: " if more than `WARNING_SHARE` of the records were skipped, otherwise an empty string."""
+    return "warning: " if dropped > WARNING_SHARE * (read + dropped) else ""
 
 
-def counted(counts: Mapping[str, int]) -> str:
-    """Return `3 with an empty text, 1 without …` for counts of `DROP_REASONS`, the largest count first."""
+def describe_drop_counts(counts: Mapping[str, int]) -> str:
+    """Return a description such as `3 with an empty text, 1 without messages`, the largest count first.
+
+    `counts`: number of skipped records by reason, a key of `DROP_REASONS`.
+    """
     phrases = []
     for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
         kind, _, roles = reason.partition(": ")
@@ -77,9 +85,12 @@ def counted(counts: Mapping[str, int]) -> str:
 
 
 class ChatDocument(NamedTuple):
-    """Conversation whose assistant messages from `messages[first]` on are trained on, except those in `excluded`.
+    """A conversation.
 
-    `variables` are other variables of the template, such as `tools`.
+    - `messages`: all messages, in the form of `normalize_messages`.
+    - `first`: index of the first message that may be trained on; only assistant messages are trained on.
+    - `variables`: other variables of the chat template, such as `tools`.
+    - `excluded`: indices of assistant messages that are not trained on.
     """
 
     messages: list[Any]
@@ -90,20 +101,21 @@ class ChatDocument(NamedTuple):
     @classmethod
     def create(cls, messages: Sequence[Any], first: int, variables: Mapping[str, Any]) -> "ChatDocument":
         """Return the document of normalized messages. Messages with `train: False` are excluded from training."""
-        plain, excluded = split_flags(messages)
-        return cls(plain, first, dict(variables), tuple(number for number in excluded if number >= first))
+        messages, excluded = split_flags(messages)
+        return cls(messages, first, dict(variables), tuple(index for index in excluded if index >= first))
 
 
 class Document(NamedTuple):
-    """Document: a text, tokens without separators, or a conversation.
+    """A document: a text, tokens without separators, or a conversation.
 
-    - `where`: location for error messages.
-    - `key`: text to be hashed instead of the content for the split.
-    - `spans`: spans (start, stop) of `text` whose tokens are targets; None: the complete text.
-    - `literal`: spans of `text` in which names of special tokens are plain text.
-    - `chat`: conversation; a chat template renders its text (see `data.chats`).
-    - `media`: references to files. Relative paths start at `folder` (None: the source is remote).
-    - `known_hash`: split hash of the document as it was read.
+    - `where`: location (file and row) for error messages.
+    - `key`: text that is hashed, instead of the content, to assign the document to a split.
+    - `spans`: spans (start, stop) of `text` whose tokens are targets; None: all tokens.
+    - `literal`: spans of `text` in which the names of special tokens are tokenized as plain text.
+    - `chat`: conversation, which a chat template renders to `text` (see `data.chats`).
+    - `media`: references to media files (see `reference`). Relative paths start at `folder`.
+    - `folder`: directory of the source; None: the source is remote.
+    - `known_hash`: the split hash, if it has been computed.
     """
 
     where: str
@@ -123,10 +135,10 @@ class Document(NamedTuple):
         return len(self.text or "") if self.tokens is None else self.tokens.nbytes
 
     def split_hash(self) -> float:
-        """Return a hash of the document in [0, 1), which decides whether the document is held out.
+        """Return a hash of the document in [0, 1), which determines whether the document is held out.
 
-        It is equal on every machine, and uniform over documents. The document is hashed as it was read, before a chat
-        template or the placeholders of files change it.
+        The hash is the same on every machine and uniformly distributed. It is computed before a chat template is
+        applied and before placeholders of media files are expanded.
         """
         if self.known_hash is not None:
             return self.known_hash
@@ -139,7 +151,7 @@ class Document(NamedTuple):
             content = json.dumps(chat, sort_keys=True).encode()
         else:
             content = (self.text or "").encode()
-        if self.media:  # many images have the same question
+        if self.media:  # the same question may be asked about many images
             content += json.dumps(self.media).encode()
         return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "big") / 2**48
 
@@ -147,9 +159,12 @@ class Document(NamedTuple):
 def record_documents(
     records: Iterable[tuple[str, Any]], field: str, *, report: ReadReport | None = None
 ) -> Iterator[Document]:
-    """Yield the documents of records: JSON objects or rows of a table, with their location for error messages.
+    """Yield the documents of records. Records without targets are skipped and counted in `report`.
 
-    Records without targets are left out, and counted in `report`.
+    **Arguments:**
+
+    - `records`: location (for error messages) and content of each record, a JSON object or a row of a table.
+    - `field`: name of the text field.
     """
     report = ReadReport() if report is None else report
     for where, record in records:
@@ -164,7 +179,7 @@ def record_documents(
 
 
 def _reason_for_null(record: Mapping[str, Any], normalized: Mapping[str, Any], field: str) -> str | None:
-    """Return the reason for leaving out a record whose text and message fields are all null; None for other records."""
+    """Return the reason for skipping a record in which all text and message fields are null; None for other records."""
     if _has_form(list(normalized), field) or {"chosen", "rejected"} <= normalized.keys():
         return None
     reasons = {field: "empty_text", "messages": "no_messages", "conversations": "no_messages"}
@@ -183,16 +198,16 @@ def _reason_to_drop(document: Document) -> str | None:
 
 
 def used_columns(columns: Sequence[str], field: str, where: str) -> list[str]:
-    """Return the columns of a table that documents need. Raises DataError if the table has none of them."""
+    """Return the columns of a table that are read. Raises DataError if no column contains documents."""
     known = [name for name in dict.fromkeys((field, *COLUMNS)) if name in columns]
     if not _has_form(known, field):
-        remedy = PAIRS if _is_pair(columns) else SET_FIELD
-        raise DataError(f"{where} has no column {field!r}; its columns: {', '.join(columns)}. {remedy}.")
+        remedy = USE_PREFERENCE_METHOD if _is_pair(columns) else SET_TEXT_FIELD
+        raise DataError(f"{where} has no column {field!r}. It has the columns: {', '.join(columns)}. {remedy}.")
     return known
 
 
 def is_record(value: Any, field: str) -> bool:
-    """Return whether the object is a record of a document."""
+    """Return whether a JSON value is an object with the fields of a document."""
     return isinstance(value, dict) and _has_form([name for name in value if value[name] is not None], field)
 
 
@@ -201,12 +216,13 @@ def _is_pair(names: Container[str]) -> bool:
 
 
 def _has_form(names: Sequence[str], field: str) -> bool:
+    """Return whether `names` contains all fields of one of the forms of documents."""
     forms = ((field,), ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
     return any(all(name in names for name in form) for form in forms)
 
 
 def parsed(content: bytes, where: str) -> Any:
-    """Parse JSON. Raises DataError."""
+    """Parse JSON in UTF-8. Raises DataError if it is not valid."""
     try:
         return json.loads(decode(content, where))
     except (ValueError, RecursionError) as error:
@@ -214,19 +230,19 @@ def parsed(content: bytes, where: str) -> Any:
 
 
 def _document(record: dict[str, Any], field: str, where: str, fields: Sequence[str]) -> Document:
-    """Make a document from the text field of a normalized record, `messages`, or `prompt` and `completion`.
+    """Make a document from the text field, `messages`, or `prompt` and `completion` of a normalized record.
 
-    fields: names of the fields before normalization, for messages.
+    `fields`: names of the fields before normalization, for error messages.
     """
     if field in record:
         document = _text_or_messages(record, field, where)
     elif "messages" in record:
         document = _text_or_messages(record, "messages", where)
     elif "prompt" in record and "completion" in record:
-        document = _pair(record, where)
+        document = _prompt_and_completion(record, where)
     else:
-        remedy = PAIRS if _is_pair(fields) else SET_FIELD
-        raise DataError(f"{where} has no field {field!r}; its fields: {', '.join(fields) or 'none'}. {remedy}.")
+        remedy = USE_PREFERENCE_METHOD if _is_pair(fields) else SET_TEXT_FIELD
+        raise DataError(f"{where} has no field {field!r}. It has the fields: {', '.join(fields) or 'none'}. {remedy}.")
     return document._replace(media=_files(record, where))
 
 
@@ -239,21 +255,18 @@ def _text_or_messages(record: dict[str, Any], field: str, where: str) -> Documen
     return Document(where, checked_text(value, field, where))
 
 
-def _pair(record: dict[str, Any], where: str) -> Document:
+def _prompt_and_completion(record: dict[str, Any], where: str) -> Document:
     if isinstance(record.get("label"), bool | int | float) and record["label"] in (0, 1):
         raise _label_error(record["label"], where)
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, list) or isinstance(completion, list):
-        prompt, completion = (
-            as_messages(prompt, "user", "prompt", where),
-            as_messages(completion, "assistant", "completion", where),
-        )
-        return Document(
-            where, chat=ChatDocument.create(prompt + completion, len(prompt), template_variables(record, where))
-        )
-    text = checked_text(prompt, "prompt", where)
-    whole = text + checked_text(completion, "completion", where)
-    return Document(where, whole, spans=((len(text), len(whole)),))
+        prompt = as_messages(prompt, "user", "prompt", where)
+        completion = as_messages(completion, "assistant", "completion", where)
+        variables = template_variables(record, where)
+        return Document(where, chat=ChatDocument.create(prompt + completion, len(prompt), variables))
+    prompt = checked_text(prompt, "prompt", where)
+    text = prompt + checked_text(completion, "completion", where)
+    return Document(where, text, spans=((len(prompt), len(text)),))
 
 
 def _label_error(label: Any, where: str) -> DataError:
@@ -264,14 +277,18 @@ def _label_error(label: Any, where: str) -> DataError:
 
 
 def as_messages(value: Any, role: str, field: str, where: str) -> list[Any]:
-    """Return a list of messages unchanged, and a text as one message of `role`."""
+    """Return a list of messages unchanged; convert a text to a list with one message of the role `role`."""
     return value if isinstance(value, list) else [{"role": role, "content": checked_text(value, field, where)}]
 
 
 def reference(kind: str, name: str, digest: str = "") -> str:
-    """Return the reference to a file in `Document.media`: the name of an image, or kind and name of another file.
+    """Return the reference to a media file for `Document.media`.
 
-    After tokenization the reference also contains the digest of the file.
+    **Arguments:**
+
+    - `kind`: "image", "video" or "audio".
+    - `name`: path or URL of the file.
+    - `digest`: hash of the content of the file, which is known after tokenization.
     """
     if digest:
         return f"{kind}\0{name}\0{digest}"
@@ -279,7 +296,7 @@ def reference(kind: str, name: str, digest: str = "") -> str:
 
 
 def parse_reference(text: str) -> tuple[str, str, str]:
-    """Return kind, name and digest of a `reference`. A reference without digest returns an empty digest."""
+    """Return kind, name and digest of a `reference`. The digest is empty before tokenization."""
     if "\0" not in text:
         return "image", text, ""
     kind, name, *digest = text.split("\0")
@@ -288,11 +305,10 @@ def parse_reference(text: str) -> tuple[str, str, str]:
 
 def _files(record: Mapping[str, Any], where: str) -> tuple[str, ...]:
     references: list[str] = []
-    for field, kind in FILES.items():
+    for field, kind in MEDIA_FIELDS.items():
         names = record.get(field)
-        valid = names is None or (isinstance(names, list) and all(isinstance(name, str) and name for name in names))
         check(
-            valid,
+            names is None or (isinstance(names, list) and all(isinstance(name, str) and name for name in names)),
             f"{where}: field {field!r} (or {kind!r}) must be a list of paths of {kind} files. Save the files and list "
             "their paths, or remove the field.",
             DataError,
@@ -302,25 +318,28 @@ def _files(record: Mapping[str, Any], where: str) -> tuple[str, ...]:
 
 
 def template_variables(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the template variables of a record. `tools` may be a JSON text."""
+    """Return the variables of the chat template in a record. `tools` may be a JSON string."""
     variables = {name: record[name] for name in VARIABLES if record.get(name)}
     if isinstance(variables.get("tools"), str):
         variables["tools"] = parsed(variables["tools"].encode(), f"{where}: field 'tools'")
-    more = variables.pop("chat_template_kwargs", {})
-    check(isinstance(more, dict), f"{where}: field 'chat_template_kwargs' must be a JSON object.", DataError)
-    return {**variables, **more}
+    kwargs = variables.pop("chat_template_kwargs", {})
+    check(isinstance(kwargs, dict), f"{where}: field 'chat_template_kwargs' must be a JSON object.", DataError)
+    return {**variables, **kwargs}
 
 
 def checked_text(value: Any, field: str, where: str) -> str:
-    """Return `value`, which must be a Unicode text. Raises DataError."""
-    kind = type(value).__name__
-    check(isinstance(value, str), f"{where}: field {field!r} must be {NO_TEXT}, not {kind}.", DataError)
+    """Return `value`. Raises DataError if it is not a string, or not valid Unicode."""
+    check(
+        isinstance(value, str),
+        f"{where}: field {field!r} must be a text or a list of messages, not {type(value).__name__}.",
+        DataError,
+    )
     check_unicode(value, field, where)
     return value
 
 
 def decode(content: bytes, where: str) -> str:
-    """Decode UTF-8, without a byte-order mark. Raises DataError."""
+    """Decode UTF-8 and remove a byte-order mark. Raises DataError if the content is not valid UTF-8."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

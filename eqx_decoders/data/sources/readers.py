@@ -1,8 +1,8 @@
-"""Readers of the documents of a source, or of a part of a source: text, JSON, Parquet, ArrayRecord, tokens, datasets.
+"""Read the documents of a source: plain text, JSON, Parquet, ArrayRecord, tokens, or a Hugging Face dataset.
 
-Large sources are cut into parts that different processes read. A part is a range (start, stop): of bytes of plain text
-and JSON lines, row groups of Parquet, records of ArrayRecord, rows of a saved dataset, or files of a streamed dataset.
-The documents of all parts in order are the documents of the source.
+Large sources are split into parts, which different processes read. A part is a range (start, stop) of bytes of plain
+text and JSON lines, of row groups of Parquet, of records of ArrayRecord, of rows of a saved dataset, or of files of a
+streamed dataset. The documents of all parts, in order, are the documents of the source.
 """
 
 import codecs
@@ -32,27 +32,34 @@ from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.tokenizer import Tokenizer, start_ids
 
 
-Part = tuple[int, int]
+Part = tuple[int, int]  # (start, stop) in units that depend on the kind of source
 
-# A plain text above LONG bytes is read as documents of about PIECE bytes, cut at line ends, so that a single book can
-# be split into training and held-out text, and the tokenizer does not get a gigabyte at once.
-LONG, PIECE = 256 * 1024, 64 * 1024
+# A larger plain-text file is read as documents of about PIECE_BYTES, split at line ends. So a single book has training
+# and held-out documents, and the tokenizer does not get a gigabyte of text in one call.
+MAX_WHOLE_TEXT_BYTES = 256 * 1024
+PIECE_BYTES = 64 * 1024
 
-TOKENS_AT_ONCE = 1 << 22
-RECORDS_AT_ONCE = 256
+TOKENS_PER_CHUNK = 1 << 22  # tokens of a .bin or .npy file that are read together
+RECORDS_PER_READ = 256  # records of an ArrayRecord file that are read together
 
-# A large file is cut into PARTS parts of SMALLEST_PART to LARGEST_PART bytes.
-SMALLEST_PART, PARTS, LARGEST_PART = 1 << 24, 32, 1 << 28
+# A large file is split into about TARGET_PARTS parts of MIN_PART_BYTES to MAX_PART_BYTES.
+TARGET_PARTS = 32
+MIN_PART_BYTES = 1 << 24
+MAX_PART_BYTES = 1 << 28
 
-
-ALL = ("*",)  # columns of a table
+ALL_COLUMNS = ("*",)  # value of `ReadOptions.columns` that selects all columns of a table
 
 
 class ReadOptions(NamedTuple):
-    """Options of readers: the text field of records, and the tokenizer of files that contain tokens.
+    """Options of readers.
 
-    copy: path for the local copy of a remote file; None: a temporary file. columns: columns of a table to read, or
-    `ALL`; None: columns of documents. report: counts of records that are left out.
+    **Fields:**
+
+    - `text_field`: field of records, or column of tables, with the text.
+    - `tokenizer`: tokenizer of files that contain tokens.
+    - `copy`: path for the local copy of a remote file; None: a temporary file.
+    - `columns`: columns of tables to read, or `ALL_COLUMNS`; None: the columns that documents are made of.
+    - `report`: counts the skipped records; None: they are not counted.
     """
 
     text_field: str = "text"
@@ -62,28 +69,31 @@ class ReadOptions(NamedTuple):
     report: ReadReport | None = None
 
     def used_columns(self, names: Sequence[str], where: str) -> list[str]:
-        """Return the columns of a table to read. Raises DataError if the table has no columns of documents."""
+        """Return the columns of a table to read, from all columns `names`.
+
+        Raises DataError if no column contains documents.
+        """
         if self.columns is not None:
-            return list(names) if self.columns == ALL else [name for name in self.columns if name in names]
+            return list(names) if self.columns == ALL_COLUMNS else [name for name in self.columns if name in names]
         return used_columns(names, self.text_field, where)
 
 
 def read_source(source: Source, reading: ReadOptions, part: Part | None = None) -> Iterator[Document]:
-    """Yield every document of a source, or of a part of a source, in a fixed order, read lazily.
+    """Yield the documents of a source, or of a part of a source, lazily and in a fixed order.
 
-    Documents without text are left out, and counted in `reading.report`.
-
-    - plain text: a file is a document (above 256 KiB: pieces of 64 KiB, cut at line ends);
-    - `.jsonl`, `.json`, `.parquet` and datasets: a line, list member or row is a document. It has the text in the field
-      `text_field`, or a conversation in `messages`, or a `prompt` and its `completion` (see `records`);
-    - `.arrayrecord`, `.array_record`: a record is a document, a text or (if the first record is one) a JSON object;
+    - Plain text: a file is a document. Files of more than 256 KiB are split at line ends into pieces of 64 KiB.
+    - `.jsonl`, `.json`, `.parquet` and datasets: a line, list member or row is a document. It has a text in the field
+      `text_field`, a conversation in `messages`, or a `prompt` and its `completion` (see `records`).
+    - `.arrayrecord`, `.array_record`: a record is a document. All records are JSON objects if the first record is a
+      JSON object; otherwise they are texts.
     - `.bin` (raw) and `.npy`: uint16 or uint32 tokens. A document ends at the tokenizer's `eos_id`.
 
-    Raises DataError with the file and, for errors in its content, the line.
+    Documents without text are skipped and counted in `reading.report`. Raises DataError with the file and, for errors
+    in its content, the line.
     """
     with _as_data_errors(source.file):
         folder = folder_of(source.file)
-        for document in _READERS[kind_of(source.file)].read(source, reading, part):
+        for document in _READERS[reader_name(source.file)].read(source, reading, part):
             if document.text or document.chat or (document.tokens is not None and len(document.tokens)):
                 yield document._replace(folder=folder, known_hash=document.split_hash())
             elif reading.report is not None:
@@ -91,16 +101,16 @@ def read_source(source: Source, reading: ReadOptions, part: Part | None = None) 
 
 
 def read_records(source: Source, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the records of a source, JSON objects or rows of a table, with their location for error messages.
+    """Yield the location (for error messages) and the content of each record: a JSON object or a row of a table.
 
-    columns: columns of a table to read, or `ALL`. Raises DataError for a source that contains no records.
+    `columns`: columns of a table to read, or `ALL_COLUMNS`. Raises DataError for a kind of source without records.
     """
     with _as_data_errors(source.file):
-        records = _READERS[kind_of(source.file)].records
+        records = _READERS[reader_name(source.file)].records
         if records is None:
             raise DataError(
-                f"{source.file} contains no records: give .jsonl, .json (also .gz or .zst), .parquet, .arrayrecord or "
-                "a dataset."
+                f"{source.file} is not a file of records. Use .jsonl, .json (also .gz or .zst), .parquet, .arrayrecord "
+                "or a dataset."
             )
         for where, record in records(source, ReadOptions(columns=columns), None):
             for name, value in record.items() if isinstance(record, dict) else ():
@@ -108,21 +118,24 @@ def read_records(source: Source, columns: Sequence[str]) -> Iterator[tuple[str, 
             yield where, record
 
 
-def parts_of(source: Source, size: int | None) -> list[Part | None]:
-    """Return the parts of a source of `size` bytes, which follow from its content alone; [None] if it is not cut."""
-    max_size = min(LARGEST_PART, max(SMALLEST_PART, (size or 0) // PARTS))
-    if (size is not None and size <= 2 * SMALLEST_PART) or (
-        isinstance(source.file, File) and is_compressed(source.file)
-    ):
+def split_into_parts(source: Source, size: int | None) -> list[Part | None]:
+    """Return the parts of a source; [None] if the source is not split.
+
+    The parts depend only on the content of the source. `size`: number of bytes; None: unknown.
+    """
+    max_part_bytes = min(MAX_PART_BYTES, max(MIN_PART_BYTES, (size or 0) // TARGET_PARTS))
+    if size is not None and size <= 2 * MIN_PART_BYTES:
+        return [None]
+    if isinstance(source.file, File) and is_compressed(source.file):
         return [None]
     with _as_data_errors(source.file):
-        cuts = _READERS[kind_of(source.file)].cuts(source.file, size, max_size)
-    return [None] if len(cuts) < 3 else list(itertools.pairwise(cuts))
+        boundaries = _READERS[reader_name(source.file)].boundaries(source.file, size, max_part_bytes)
+    return [None] if len(boundaries) < 3 else list(itertools.pairwise(boundaries))
 
 
 @contextlib.contextmanager
 def _as_data_errors(file: Location) -> Iterator[None]:
-    """Convert errors of the packages that read a file to DataError with the name of the file."""
+    """Convert exceptions of other packages that read a file to DataError with the name of the file."""
     try:
         yield
     except EqxDecodersError:
@@ -131,8 +144,8 @@ def _as_data_errors(file: Location) -> Iterator[None]:
         raise DataError(f"{file} cannot be read: {type(error).__name__}: {error}.") from error
 
 
-def kind_of(file: Location) -> str:
-    """Return the name of the reader for a file or dataset."""
+def reader_name(file: Location) -> str:
+    """Return the key in `_READERS` of the reader for a file or dataset."""
     if isinstance(file, HubDataset):
         return "streamed dataset"
     if isinstance(file, Path) and file.is_dir():
@@ -146,8 +159,8 @@ def kind_of(file: Location) -> str:
 def _read_text(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
     key = source.name if source.by_name else None
     with open_stream(_file(source)) as stream:
-        content = stream.read(LONG + 1) if part is None else b""
-    if part is None and len(content) <= LONG:
+        content = stream.read(MAX_WHOLE_TEXT_BYTES + 1) if part is None else b""
+    if part is None and len(content) <= MAX_WHOLE_TEXT_BYTES:
         yield Document(source.name, decode(content, source.name), key=key)
         return
     with open_stream(_file(source)) as stream:
@@ -155,26 +168,28 @@ def _read_text(source: Source, reading: ReadOptions, part: Part | None) -> Itera
         if part is not None:
             stream.seek(start)
         for piece in itertools.count():
-            if start == stop or not (lines := stream.readlines(PIECE)):
+            if start == stop or not (lines := stream.readlines(PIECE_BYTES)):
                 return
-            where = f"{source.name}, " + (f"piece {piece} of {PIECE} bytes" if part is None else f"byte {start}")
+            where = f"{source.name}, " + (f"piece {piece} of {PIECE_BYTES} bytes" if part is None else f"byte {start}")
             content = b"".join(lines)
             yield Document(where, decode(content, where), key=key)
             start += len(content)
 
 
-def _text_cuts(file: Location, size: int | None, max_size: int) -> list[int]:
-    """Cut a local file at starts of documents, which are found by seeking; this is too slow for remote files."""
+def _text_boundaries(file: Location, size: int | None, max_part_bytes: int) -> list[int]:
+    """Split a local file at starts of documents. They are found by seeking, which is too slow for remote files."""
     if not isinstance(file, Path) or size is None:
         return []
-    cuts, end = [0], 0
+    boundaries = [0]
+    end = 0  # end of the current document
     with StatusLine("finding starts of documents", remains=KEPT), file.open("rb") as stream:
         while end < size:
-            stream.seek(end + PIECE)  # like `readlines(PIECE)`: the line that crosses it is the last one
-            end = min(end + PIECE, size) + len(stream.readline())
-            if end - cuts[-1] >= max_size or end >= size:
-                cuts.append(end)
-    return cuts
+            # As in `readlines(PIECE_BYTES)`, the last line of a document is the line that exceeds PIECE_BYTES.
+            stream.seek(end + PIECE_BYTES)
+            end = min(end + PIECE_BYTES, size) + len(stream.readline())
+            if end - boundaries[-1] >= max_part_bytes or end >= size:
+                boundaries.append(end)
+    return boundaries
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
@@ -185,12 +200,15 @@ def _read_json(source: Source, reading: ReadOptions, part: Part | None) -> Itera
 
 
 def _json_records(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[tuple[str, Any]]:
-    """Read the records of JSON lines, or of a JSON list, which is read at once."""
     with open_stream(_file(source)) as stream:
-        yield from _records(stream, _file(source)) if part is None else _records_within(stream, _file(source), *part)
+        if part is None:
+            yield from _all_json_records(stream, _file(source))
+        else:
+            yield from _json_records_of_range(stream, _file(source), *part)
 
 
-def _records(stream: Any, file: File) -> Iterator[tuple[str, Any]]:
+def _all_json_records(stream: Any, file: File) -> Iterator[tuple[str, Any]]:
+    """Yield the records of a file of JSON lines, or of a `.json` file with a list (the list is parsed completely)."""
     may_be_list = plain_suffix(file) == ".json"
     for number, line in enumerate(stream, 1):
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
@@ -202,25 +220,34 @@ def _records(stream: Any, file: File) -> Iterator[tuple[str, Any]]:
             yield f"{file}:{number}", parsed(line, f"{file}:{number}")
 
 
-def _records_within(stream: Any, file: File, start: int, stop: int) -> Iterator[tuple[str, Any]]:
-    """Yield the records of the lines that start at the bytes `start:stop`."""
-    begin = max(0, start - 1)
-    stream.seek(begin)
+def _json_records_of_range(stream: Any, file: File, start: int, stop: int) -> Iterator[tuple[str, Any]]:
+    """Yield the records of the JSON lines whose first byte is in the range `start:stop`."""
+    position = max(0, start - 1)
+    stream.seek(position)
     if start > 0:
-        begin += len(stream.readline())  # the rest of the last line of the part before
-    while begin < stop and (line := stream.readline()):
+        position += len(stream.readline())  # this line started before `start`, or ends there
+    while position < stop and (line := stream.readline()):
+        where = f"{file}, byte {position}"
         if line.removeprefix(codecs.BOM_UTF8).strip():
-            yield f"{file}, byte {begin}", parsed(line, f"{file}, byte {begin}")
-        begin += len(line)
+            yield where, parsed(line, where)
+        position += len(line)
 
 
-def _even_cuts(count: int, size: int | None, max_size: int) -> list[int]:
-    """Cut `count` bytes, records or rows of `size` bytes in total into parts of about `max_size` bytes."""
-    return [*range(0, count, max(1, count * max_size // max(size or 1, 1))), count]
+def _jsonl_boundaries(file: Location, size: int | None, max_part_bytes: int) -> list[int]:
+    return [] if size is None else _even_boundaries(size, size, max_part_bytes)
 
 
-def _numbered(where: str, records: Iterable[Any], start: int) -> Iterator[tuple[str, Any]]:
-    """Yield records with their location for error messages."""
+def _no_boundaries(file: Location, size: int | None, max_part_bytes: int) -> list[int]:
+    return []
+
+
+def _even_boundaries(count: int, size: int | None, max_part_bytes: int) -> list[int]:
+    """Split `count` bytes, records or rows, with `size` bytes in total, into parts of about `max_part_bytes`."""
+    return [*range(0, count, max(1, count * max_part_bytes // max(size or 1, 1))), count]
+
+
+def _with_locations(where: str, records: Iterable[Any], start: int) -> Iterator[tuple[str, Any]]:
+    """Yield each record with its location, `where` and a number that counts from `start`."""
     return ((f"{where} {number}", record) for number, record in enumerate(records, start))
 
 
@@ -240,20 +267,21 @@ def _parquet_records(source: Source, reading: ReadOptions, part: Part | None) ->
         groups = list(range(first, last))
         batches = table.iter_batches(batch_size=512, row_groups=groups, columns=columns)  # one row group at a time
         rows = (row for batch in batches for row in batch.to_pylist(maps_as_pydicts="strict"))
-        yield from _numbered(f"{file}, row", rows, begin)
+        yield from _with_locations(f"{file}, row", rows, begin)
 
 
-def _parquet_cuts(file: Location, size: int | None, max_size: int) -> list[int]:
+def _parquet_boundaries(file: Location, size: int | None, max_part_bytes: int) -> list[int]:
     if size is None:  # the server does not support range requests
         return []
-    cuts, bytes_ = [0], 0
+    boundaries = [0]
+    part_bytes = 0
     with _parquet(file) as table:
         for group in range(table.num_row_groups):
-            bytes_ += table.metadata.row_group(group).total_byte_size
-            if bytes_ >= max_size or group == table.num_row_groups - 1:
-                cuts.append(group + 1)
-                bytes_ = 0
-    return cuts
+            part_bytes += table.metadata.row_group(group).total_byte_size
+            if part_bytes >= max_part_bytes or group == table.num_row_groups - 1:
+                boundaries.append(group + 1)
+                part_bytes = 0
+    return boundaries
 
 
 @contextlib.contextmanager
@@ -281,11 +309,11 @@ def _saved_records(source: Source, reading: ReadOptions, part: Part | None) -> I
     dataset = open_saved(cast(Path, source.file))
     columns = reading.used_columns(dataset.column_names, str(source.file))
     start, stop = part or (0, dataset.num_rows)
-    return _numbered(f"{source.file}, row", saved_rows(dataset, (start, stop), columns), start)
+    return _with_locations(f"{source.file}, row", saved_rows(dataset, (start, stop), columns), start)
 
 
-def _saved_cuts(file: Location, size: int | None, max_size: int) -> list[int]:
-    return _even_cuts(open_saved(cast(Path, file)).num_rows, size, max_size)
+def _saved_boundaries(file: Location, size: int | None, max_part_bytes: int) -> list[int]:
+    return _even_boundaries(open_saved(cast(Path, file)).num_rows, size, max_part_bytes)
 
 
 def _read_streamed(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
@@ -293,12 +321,12 @@ def _read_streamed(source: Source, reading: ReadOptions, part: Part | None) -> I
 
 
 def _streamed_records(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[tuple[str, Any]]:
-    dataset = cast(HubDataset, source.file)  # as its kind says
+    dataset = cast(HubDataset, source.file)
     files = "" if part is None else f", files {part[0]} to {part[1] - 1}"
-    return _numbered(f"{dataset}{files}, row", dataset.rows(part), 0)
+    return _with_locations(f"{dataset}{files}, row", dataset.rows(part), 0)
 
 
-def _streamed_cuts(file: Location, size: int | None, max_size: int) -> list[int]:
+def _streamed_boundaries(file: Location, size: int | None, max_part_bytes: int) -> list[int]:
     return list(range(cast(HubDataset, file).open().num_shards + 1))
 
 
@@ -312,12 +340,12 @@ def _read_array_record(source: Source, reading: ReadOptions, part: Part | None) 
         if start == stop:
             return
         first = _json_or_none(reader.read([0])[0])
-        named = _numbered(f"{file}, record", _read_batches(reader, start, stop), start)
+        records = _with_locations(f"{file}, record", _read_batches(reader, start, stop), start)
         if is_record(first, reading.text_field):
-            objects = ((where, parsed(record, where)) for where, record in named)
+            objects = ((where, parsed(record, where)) for where, record in records)
             yield from record_documents(objects, reading.text_field, report=reading.report)
         else:
-            yield from (Document(where, decode(record, where)) for where, record in named)
+            yield from (Document(where, decode(record, where)) for where, record in records)
 
 
 def _array_records(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[tuple[str, Any]]:
@@ -325,13 +353,13 @@ def _array_records(source: Source, reading: ReadOptions, part: Part | None) -> I
     file = _file(source)
     with local_copy(file, reading.copy) as path, _array_record(path, file) as reader:
         start, stop = part or (0, reader.num_records())
-        for where, record in _numbered(f"{file}, record", _read_batches(reader, start, stop), start):
+        for where, record in _with_locations(f"{file}, record", _read_batches(reader, start, stop), start):
             yield where, parsed(record, where)
 
 
 def _read_batches(reader: Any, start: int, stop: int) -> Iterator[bytes]:
-    for begin in range(start, stop, RECORDS_AT_ONCE):
-        yield from reader.read(range(begin, min(begin + RECORDS_AT_ONCE, stop)))
+    for begin in range(start, stop, RECORDS_PER_READ):
+        yield from reader.read(range(begin, min(begin + RECORDS_PER_READ, stop)))
 
 
 def _json_or_none(record: bytes) -> Any:
@@ -341,11 +369,11 @@ def _json_or_none(record: bytes) -> Any:
         return None
 
 
-def _array_record_cuts(file: Location, size: int | None, max_size: int) -> list[int]:
-    if not isinstance(file, Path):  # each part would need a copy of the file
+def _array_record_boundaries(file: Location, size: int | None, max_part_bytes: int) -> list[int]:
+    if not isinstance(file, Path):  # the process of each part would need a copy of the complete file
         return []
     with _array_record(file, file) as reader:
-        return _even_cuts(reader.num_records(), size, max_size)
+        return _even_boundaries(reader.num_records(), size, max_part_bytes)
 
 
 @contextlib.contextmanager
@@ -357,7 +385,7 @@ def _array_record(path: Path, source: Location) -> Iterator[Any]:
     reader = ArrayRecordReader(str(path))
     try:
         if not reader.ok():
-            reader.close()  # which raises the reason
+            reader.close()  # raises an exception with the reason
             raise ValueError("the end of the file is missing")
         yield reader
         reader.close()
@@ -371,27 +399,29 @@ def _array_record(path: Path, source: Location) -> Iterator[Any]:
 def _read_tokens(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
     tokenizer, file = reading.tokenizer, _file(source)
     if tokenizer is None or tokenizer.eos_id is None:
-        raise DataError(f"{file} contains tokens, which need a tokenizer with an eos_id that ends documents.")
+        raise DataError(
+            f"{file} contains tokens. Use a tokenizer with an end-of-sequence token, which separates the documents."
+        )
     with local_copy(file, reading.copy) as path:
         tokens = _open_tokens(path, file, tokenizer.vocab_size)
-        parts: list[np.ndarray] = []
-        for start in range(0, len(tokens), TOKENS_AT_ONCE):
-            chunk = np.asarray(tokens[start : start + TOKENS_AT_ONCE])
+        unfinished: list[np.ndarray] = []  # tokens of the current document in earlier chunks
+        for start in range(0, len(tokens), TOKENS_PER_CHUNK):
+            chunk = np.asarray(tokens[start : start + TOKENS_PER_CHUNK])
             _check_ids(chunk, start, file, tokenizer.vocab_size)
-            *ended, rest = np.split(chunk, np.flatnonzero(chunk == tokenizer.eos_id) + 1)
-            for piece in ended:
-                yield _token_document(file, [*parts, piece[:-1]], tokenizer)
-                parts = []
-            parts.append(rest)
-        if parts:
-            yield _token_document(file, parts, tokenizer)
+            *finished, remainder = np.split(chunk, np.flatnonzero(chunk == tokenizer.eos_id) + 1)
+            for piece in finished:
+                yield _token_document(file, [*unfinished, piece[:-1]], tokenizer)
+                unfinished = []
+            unfinished.append(remainder)
+        if unfinished:
+            yield _token_document(file, unfinished, tokenizer)
 
 
-def _token_document(file: File, parts: list[np.ndarray], tokenizer: Tokenizer) -> Document:
-    tokens = np.concatenate(parts)
-    start = start_ids(tokenizer)  # the token store adds them before every document
-    if start and tuple(tokens[: len(start)].tolist()) == start:
-        tokens = tokens[len(start) :]
+def _token_document(file: File, pieces: list[np.ndarray], tokenizer: Tokenizer) -> Document:
+    tokens = np.concatenate(pieces)
+    prefix = start_ids(tokenizer)  # the token store adds these tokens before every document
+    if prefix and tuple(tokens[: len(prefix)].tolist()) == prefix:
+        tokens = tokens[len(prefix) :]
     return Document(str(file), tokens=tokens)
 
 
@@ -401,15 +431,19 @@ def _open_tokens(path: Path, file: File, vocab_size: int) -> np.ndarray:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, OSError) as error:
             raise DataError(f"{file} cannot be read as an .npy file: {error}") from error
-        valid = tokens.ndim == 1 and tokens.dtype in (np.uint16, np.uint32)
-        content = f"{tokens.dtype} of shape {tokens.shape}"
-        check(valid, f"{file} contains {content}; it must be a 1-D array of uint16 or uint32 tokens.", DataError)
+        check(
+            tokens.ndim == 1 and tokens.dtype in (np.uint16, np.uint32),
+            f"{file} contains an array of {tokens.dtype} with shape {tokens.shape}, but must contain a 1-D array of "
+            "uint16 or uint32 tokens.",
+            DataError,
+        )
         return tokens
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     size = path.stat().st_size
     check(
         size % dtype.itemsize == 0,
-        f"{file} has {size} bytes, not a multiple of the size of {dtype.name} tokens (vocab_size={vocab_size}).",
+        f"{file} has {size} bytes, which is not a multiple of the size of {dtype.name} tokens "
+        f"(vocab_size={vocab_size}).",
         DataError,
     )
     return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
@@ -428,35 +462,34 @@ def _check_ids(tokens: np.ndarray, start: int, file: File, vocab_size: int) -> N
 
 
 def _file(source: Source) -> File:
-    """Return the file of a source that is not a dataset."""
+    """Return the file of a source. The source must not be a dataset."""
     return cast(File, source.file)
 
 
 class _SourceReader(NamedTuple):
     """Reader of one kind of source.
 
-    - `read`: yields documents.
-    - `cuts`: returns the boundaries of parts of a maximum size.
-    - `records`: yields records; None for kinds without records.
+    - `read`: yields the documents of a part, or of all parts.
+    - `boundaries`: takes the file, its number of bytes and the maximum size of a part; returns the boundaries of the
+      parts, or an empty list if the source cannot be split.
+    - `records`: yields records with their locations; None for kinds of sources without records.
     """
 
     read: Callable[[Source, ReadOptions, Part | None], Iterator[Document]]
-    cuts: Callable[[Location, int | None, int], list[int]]
+    boundaries: Callable[[Location, int | None, int], list[int]]
     records: Callable[[Source, ReadOptions, Part | None], Iterator[tuple[str, Any]]] | None = None
 
 
 _KINDS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".bin": "tokens", ".npy": "npy"}
 _KINDS |= dict.fromkeys(ARRAY_RECORDS, "arrayrecord")
 _READERS = {
-    "text": _SourceReader(_read_text, _text_cuts),
-    "jsonl": _SourceReader(
-        _read_json, lambda file, size, max_size: [] if size is None else _even_cuts(size, size, max_size), _json_records
-    ),
-    "json": _SourceReader(_read_json, lambda file, size, max_size: [], _json_records),
-    "parquet": _SourceReader(_read_parquet, _parquet_cuts, _parquet_records),
-    "arrayrecord": _SourceReader(_read_array_record, _array_record_cuts, _array_records),
-    "tokens": _SourceReader(_read_tokens, lambda file, size, max_size: []),
-    "npy": _SourceReader(_read_tokens, lambda file, size, max_size: []),
-    "saved dataset": _SourceReader(_read_saved, _saved_cuts, _saved_records),
-    "streamed dataset": _SourceReader(_read_streamed, _streamed_cuts, _streamed_records),
+    "text": _SourceReader(_read_text, _text_boundaries),
+    "jsonl": _SourceReader(_read_json, _jsonl_boundaries, _json_records),
+    "json": _SourceReader(_read_json, _no_boundaries, _json_records),
+    "parquet": _SourceReader(_read_parquet, _parquet_boundaries, _parquet_records),
+    "arrayrecord": _SourceReader(_read_array_record, _array_record_boundaries, _array_records),
+    "tokens": _SourceReader(_read_tokens, _no_boundaries),
+    "npy": _SourceReader(_read_tokens, _no_boundaries),
+    "saved dataset": _SourceReader(_read_saved, _saved_boundaries, _saved_records),
+    "streamed dataset": _SourceReader(_read_streamed, _streamed_boundaries, _streamed_records),
 }

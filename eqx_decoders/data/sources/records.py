@@ -70,14 +70,15 @@ UNSUPPORTED_CHAT_KEYS = {
 
 # Variables of chat templates, with the names of TRL's conversational formats.
 VARIABLES = ("tools", "documents", "chat_template_kwargs")
-FILES = {"images": "image", "videos": "video", "audios": "audio"}  # lists of references, in the order of placeholders
+# Fields with lists of media files, in the order of their placeholders, and the kind of file.
+MEDIA_FIELDS = {"images": "image", "videos": "video", "audios": "audio"}
 MESSAGE_FIELDS = ("messages", "prompt", "completion", "chosen", "rejected")
 ALPACA = ("instruction", "input", "output", "system", "history")
 OPENAI_PAIRS = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
 
 # Columns of a table that `normalize_record` reads.
 COLUMNS = (*MESSAGE_FIELDS, "conversations", *ALPACA, "system_prompt", *OPENAI_PAIRS, *VARIABLES, "functions", "label")
-COLUMNS += (*FILES, *FILES.values(), *UNSUPPORTED_RECORD_KEYS, *UNSUPPORTED_CHAT_KEYS)
+COLUMNS += (*MEDIA_FIELDS, *MEDIA_FIELDS.values(), *UNSUPPORTED_RECORD_KEYS, *UNSUPPORTED_CHAT_KEYS)
 
 _PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(?:role|from|content|value)'\s*:")
 _PYTHON_ROLE = re.compile(r"'(?:role|from)'\s*:\s*'([^']*)'")
@@ -584,7 +585,7 @@ def _tool(value: Any) -> Any:
 
 def _convert_files(record: dict[str, Any]) -> None:
     """Convert `image`, `video` and `audio` (one file, or a list as in LLaVA's records) to `images` and so on."""
-    for name, kind in FILES.items():
+    for name, kind in MEDIA_FIELDS.items():
         if record.get(kind, "") != "" and not record.get(name):
             record[name] = _as_list(record.pop(kind))
 

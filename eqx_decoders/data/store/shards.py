@@ -1,22 +1,23 @@
-"""Shards: the tokens of one source, or of a part of a source, in one file that is complete or does not exist.
+"""Shards: files with the tokens of one source, or of a part of a source. A shard is complete or does not exist.
 
-A document is stored as `start tokens [end]`. `start` is what the tokenizer puts before a text (usually bos or nothing),
-and `end` is its eos. A prompt with its completion is stored in the same way, but gets no second `start` or `end` if its
-text has one. A conversation is stored as its chat template renders it, without separators, because the template marks
-the start and the end of conversations.
+A document is stored as `start tokens [end]`: `start` are the tokens that the tokenizer puts before a text (usually bos,
+or no tokens), and `end` is the eos token. A prompt with its completion is stored in the same way, except that `start`
+or `end` is not added if the text already has these tokens. A conversation is stored as the chat template renders it,
+without separators, because the template marks the start and the end of conversations.
 
-In prompts with completions and in conversations, only some tokens are targets. `targets` then says for every token of
-the shard whether it is a target.
+In conversations, and in prompts with completions, only some tokens are targets. Then `targets` is a mask of all tokens
+of the shard.
 
-The file consists of sections, arrays that start at multiples of eight bytes:
+The file consists of sections: arrays that start at multiples of eight bytes.
 
-- `tokens`;
-- for each document its start (`offsets`, followed by the end of the last document), its split hash (`draws`), and its
-  number of bytes of UTF-8 that are targets (`bytes`, -1 for documents that were given as tokens);
-- only if a document has spans: its number of targets (`target_counts`), and `targets` for each token;
-- only if a document has images, videos or audio: the references to the files (`media`, in JSON, from `media_offsets`).
+- `tokens`: the tokens of all documents.
+- `offsets`: start of each document in `tokens`, followed by the end of the last document.
+- `draws`: split hash of each document.
+- `bytes`: number of UTF-8 bytes of the targets of each document; -1 for documents that were read as tokens.
+- `target_counts`, `targets`, only if a document has spans: number of targets of each document, mask of all tokens.
+- `media`, `media_offsets`, only if a document has media files: references to the files in JSON, and their offsets.
 
-A description in JSON, its length and a marker follow. They are written last.
+After the sections, the file ends with a description in JSON, the length of the description, and a marker.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ from eqx_decoders.data.chats import encode_spans, render_documents
 from eqx_decoders.data.end_of_turn import note_missing_end
 from eqx_decoders.data.media_reader import MediaReader
 from eqx_decoders.data.sources.documents import Document, ReadReport
-from eqx_decoders.data.sources.readers import LONG, PIECE, ReadOptions
+from eqx_decoders.data.sources.readers import MAX_WHOLE_TEXT_BYTES, PIECE_BYTES, ReadOptions
 from eqx_decoders.data.sources.sources import hash_json
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.text.chat_template import ChatTemplate
@@ -46,26 +47,32 @@ from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, start_ids
 
 
 FORMAT = 5  # version of the file format; shards of another version are written again
-MARKER, TAIL = b"eqxshard", struct.Struct("<q8s")
+MARKER = b"eqxshard"
+FOOTER = struct.Struct("<q8s")  # length of the description, MARKER
 DTYPES = {"offsets": "<i8", "draws": "<f8", "bytes": "<i8", "target_counts": "<i8", "targets": "|b1"}
 DTYPES |= {"media": "|u1", "media_offsets": "<i8"}
 
-CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE = 1 << 20, 1 << 14  # maximum size of a batch that is tokenized together
-MAX_IN_MEMORY = 1 << 20  # bytes of a section, above which it is kept in a temporary file
-MAX_CHECKED = 1 << 20  # bytes of a shard up to which its content is verified when it is opened
+MAX_CHARACTERS_PER_BATCH = 1 << 20  # of documents that are tokenized together
+MAX_DOCUMENTS_PER_BATCH = 1 << 14
+MAX_IN_MEMORY = 1 << 20  # bytes; while a shard is written, a larger section is stored in a temporary file
+MAX_CHECKED = 1 << 20  # bytes; a smaller shard has a checksum, which is verified when the shard is opened
 
-RENDERED = (
+SPECIAL_TOKENS_NOTE = (
     "text starts with a special token and is tokenized with special tokens. Set special_tokens_in_text=False to "
     "tokenize them as plain text"
 )
-PLAIN = "text starts with a special token, which special_tokens_in_text=False tokenizes as plain text"
+PLAIN_TEXT_NOTE = "text starts with a special token, which special_tokens_in_text=False tokenizes as plain text"
 
 
 class ShardInfo(NamedTuple):
-    """Description of a shard: sums over its documents, and its sections as (dtype, first byte, length).
+    """Description of a shard.
 
-    `bytes` is None if a document was given as tokens. `smallest` and `largest` are the extreme split hashes of the
-    documents. `dropped` and `notes` are the counts of a `ReadReport`.
+    - `documents`, `tokens`, `targets`: numbers in the shard.
+    - `bytes`: number of UTF-8 bytes of the targets; None if a document was read as tokens.
+    - `smallest`, `largest`: smallest and largest split hash of the documents.
+    - `has_chats`: whether a document is a conversation.
+    - `sections`: (dtype, first byte, number of values) of each section.
+    - `dropped`, `notes`: counts of a `ReadReport`.
     """
 
     documents: int
@@ -88,32 +95,35 @@ def read_info(path: Path) -> ShardInfo | None:
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL.size))
-            length, marker = TAIL.unpack(file.read())
-            begin = size - TAIL.size - length
-            if marker != MARKER or begin < 0:
+            file.seek(max(0, size - FOOTER.size))
+            length, marker = FOOTER.unpack(file.read())
+            start = size - FOOTER.size - length
+            if marker != MARKER or start < 0:
                 return None
-            file.seek(begin)
+            file.seek(start)
             description = json.loads(file.read(length))
-            complete = description["begin"] == begin
-            if complete and description["digest"] is not None:
+            is_complete = description["begin"] == start
+            if is_complete and description["digest"] is not None:
                 file.seek(0)
-                complete = checksum(file.read(begin)) == description["digest"]
-            return ShardInfo(**description["info"]) if complete else None
+                is_complete = checksum(file.read(start)) == description["digest"]
+            return ShardInfo(**description["info"]) if is_complete else None
     except (OSError, struct.error, ValueError, KeyError, TypeError):
         return None
 
 
 class Shard:
-    """Tokens of a complete shard, mapped into memory: only the parts that are used are read."""
+    """A complete shard, mapped into memory. Raises DataError if the file is missing or damaged."""
 
     def __init__(self, path: Path):
         info = read_info(path)
         if info is None:
             raise DataError(f"the tokens {path} are missing or damaged. Start again to tokenize them again.")
-        self.info, self._map = info, np.asarray(np.memmap(path, np.uint8, "r"))
-        self.tokens, self.offsets = self._section("tokens"), self._section("offsets")
-        self.split_hashes, self.bytes = self._section("draws"), self._section("bytes")
+        self.info = info
+        self._map = np.asarray(np.memmap(path, np.uint8, "r"))
+        self.tokens = self._section("tokens")
+        self.offsets = self._section("offsets")
+        self.split_hashes = self._section("draws")
+        self.bytes = self._section("bytes")
 
     def __len__(self) -> int:
         return self.info.documents
@@ -122,7 +132,7 @@ class Shard:
         return self.tokens[self.offsets[document] : self.offsets[document + 1]]
 
     def targets(self, document: int) -> np.ndarray:
-        """Return a mask of the tokens of `document` that are targets. The first token never is."""
+        """Return a mask of the tokens of a document that are targets. The first token is never a target."""
         span = slice(int(self.offsets[document]), int(self.offsets[document + 1]))
         return np.arange(span.stop - span.start) > 0 if self._targets is None else self._targets[span]
 
@@ -159,7 +169,7 @@ class Shard:
 
 
 def checksum(content: bytes) -> str:
-    """Return a hash of 32 hexadecimal digits."""
+    """Return a hash with 32 hexadecimal digits."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
@@ -168,7 +178,7 @@ def checksum(content: bytes) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TokenizationConfig:
-    """Everything that the tokens of a source depend on, besides the source itself.
+    """Settings of tokenization: the tokens of a source depend only on the source and on these settings.
 
     **Arguments:**
 
@@ -190,7 +200,7 @@ class TokenizationConfig:
         """Hash of the configuration, which names the folder of its shards in the cache."""
         tokenizer = self.tokenizer
         template = None if self.template is None else self.template.content_hash
-        form = [FORMAT, LONG, PIECE] + ([] if self.media is None else [self.media.digest()])
+        form = [FORMAT, MAX_WHOLE_TEXT_BYTES, PIECE_BYTES] + ([] if self.media is None else [self.media.digest()])
         ids = [tokenizer.content_hash, tokenizer.vocab_size, separators(tokenizer), tokenizer.bos_id]
         return hash_json([form, *ids, self.text_field, template, self.special_tokens_in_text])
 
@@ -200,9 +210,10 @@ class TokenizationConfig:
 
 
 def separators(tokenizer: Tokenizer) -> tuple[tuple[int, ...], int | None]:
-    """Return the tokens before a document, and the token after it (None for a tokenizer without eos).
+    """Return the tokens before a document, and the token after a document (None if the tokenizer has no eos token).
 
-    A document starts like a prompt at inference: with what the tokenizer puts before a text, usually bos or nothing.
+    The tokens before a document are those that the tokenizer puts before a prompt at inference, usually bos or no
+    tokens. Raises DataError if there are no tokens that separate documents.
     """
     if tokenizer.bos_id is None and tokenizer.eos_id is None:
         raise DataError(
@@ -212,7 +223,7 @@ def separators(tokenizer: Tokenizer) -> tuple[tuple[int, ...], int | None]:
     start = start_ids(tokenizer)
     if not start and tokenizer.eos_id is None:
         raise DataError(
-            f"The tokenizer has bos_id={tokenizer.bos_id}, puts no token before a text and has no eos, but documents "
+            f"The tokenizer has no eos and does not put bos (bos_id={tokenizer.bos_id}) before a text, but documents "
             "must be separated by a token. Set eos_token in tokenizer_config.json, or add bos to the post-processor of "
             "tokenizer.json."
         )
@@ -220,7 +231,10 @@ def separators(tokenizer: Tokenizer) -> tuple[tuple[int, ...], int | None]:
 
 
 def is_rendered(text: str, tokenizer: JsonTokenizer) -> bool:
-    """Return whether a text looks like a rendered chat: it starts with a special token's name and contains another."""
+    """Return whether a text looks like a rendered conversation.
+
+    Such a text starts with the name of a special token, and contains another such name.
+    """
     names = tokenizer.special_names
     if not text.startswith(names):
         return False
@@ -236,13 +250,15 @@ def write_shard(
     report: ReadReport | None = None,
     progress: Callable[[int], None] = lambda characters: None,
 ) -> ShardInfo:
-    """Tokenize documents and write them to a new shard; return its description.
+    """Tokenize documents and write them to a new shard; return the description of the shard.
 
-    A large file is flushed to the disk. A small one, for which the flush would take longer than everything else, gets a
-    checksum instead.
+    A large file is flushed to the disk. A small file gets a checksum instead, because the flush would take longer than
+    tokenization.
 
-    report: counts of the records that were left out when the documents were read; this function adds counts. progress:
-    function to call with the number of characters of each batch.
+    **Arguments:**
+
+    - `report`: counts of the records that were skipped when the documents were read; this function adds to the counts.
+    - `progress`: called with the number of characters of each tokenized batch.
     """
     report = ReadReport() if report is None else report
     with path.open("w+b") as file, _Writer(file, config, report, progress) as writer:
@@ -252,21 +268,25 @@ def write_shard(
 
 
 def trained_text(document: Document) -> str | None:
-    """Return the text of a document whose tokens are targets; None if the document was given as tokens."""
+    """Return the part of a document's text that is trained on; None if the document was read as tokens."""
     if document.text is None or document.spans is None:
         return document.text
     return "".join(document.text[start:stop] for start, stop in document.spans)
 
 
 class _Writer:
-    """Writer of one shard. It appends tokens to the file, and collects the other sections until `finish`."""
+    """Writer of a shard. Tokens are written directly; other sections are collected and written by `finish`."""
 
     def __init__(
         self, file: IO[bytes], config: TokenizationConfig, report: ReadReport, progress: Callable[[int], None]
     ):
         tokenizer = config.tokenizer
-        self._file, self._config, self._report, self._progress = file, config, report, progress
-        self._tokenizer, self._media = tokenizer, config.media
+        self._file = file
+        self._config = config
+        self._report = report
+        self._progress = progress
+        self._tokenizer = tokenizer
+        self._media = config.media
         self._special_ids: Collection[int] = tokenizer.special_ids if isinstance(tokenizer, JsonTokenizer) else ()
         start, end = separators(tokenizer)
         vocab_size = max(tokenizer.vocab_size, 0 if config.media is None else config.media.token + 1)
@@ -291,28 +311,33 @@ class _Writer:
         self._stack.close()
 
     def add(self, document: Document) -> None:
-        """Add the next document."""
+        """Add the next document, which is tokenized together with other documents."""
         if document.media:
-            if self._media is None:
-                raise DataError(
-                    f"{document.where} has images, videos or audio, but the model has no encoder for them. Train a "
-                    "vision-language or audio model, or remove the field with the files."
-                )
-            files = self._media.locate(document.media, document.folder, document.where)
-            document = document._replace(media=files)
-            text = document.text or ""
-            spans = ((0, len(text)),) if document.spans is None else document.spans
-            expanded, moved = self._media.expand_text(text, (*spans, *document.literal), document.media, document.where)
-            spans, literal = moved[: len(spans)], moved[len(spans) :]
-            if document.spans is not None or expanded != text:  # only texts with spans have special tokens
-                document = document._replace(text=expanded, spans=spans, literal=literal)
+            document = self._expand_media(document)
         self._batch.append(document)
         self._batch_size += document.size
-        if self._batch_size >= CHARACTERS_AT_ONCE or len(self._batch) >= DOCUMENTS_AT_ONCE:
+        if self._batch_size >= MAX_CHARACTERS_PER_BATCH or len(self._batch) >= MAX_DOCUMENTS_PER_BATCH:
             self._encode_batch()
 
+    def _expand_media(self, document: Document) -> Document:
+        """Replace the placeholders of media files in the text of a document."""
+        if self._media is None:
+            raise DataError(
+                f"{document.where} has images, videos or audio, but the model has no encoder for them. Train a "
+                "vision-language or audio model, or remove the field with the files."
+            )
+        references = self._media.locate(document.media, document.folder, document.where)
+        document = document._replace(media=references)
+        text = document.text or ""
+        spans = ((0, len(text)),) if document.spans is None else document.spans
+        expanded, moved = self._media.expand_text(text, (*spans, *document.literal), references, document.where)
+        if document.spans is None and expanded == text:
+            return document
+        # Only texts with spans are tokenized with special tokens, such as the placeholders.
+        return document._replace(text=expanded, spans=moved[: len(spans)], literal=moved[len(spans) :])
+
     def finish(self) -> ShardInfo:
-        """Write the last batch, the sections and the description."""
+        """Write the last batch, the sections and the description; return the description."""
         self._encode_batch()
         sections = {"tokens": (self._dtype.str, 0, self._tokens)}
         for name, section in self._sections.items():
@@ -322,16 +347,24 @@ class _Writer:
             section.seek(0)
             shutil.copyfileobj(section, self._file)
             sections[name] = (DTYPES[name], begin, length)
-        total = self._bytes if self._all_bytes else None
-        counts = (self._documents, self._tokens, self._targets, total)
-        dropped, notes = dict(self._report.dropped), dict(self._report.notes)
-        info = ShardInfo(*counts, self._smallest, self._largest, self._has_chats, sections, dropped, notes)
+        info = ShardInfo(
+            documents=self._documents,
+            tokens=self._tokens,
+            targets=self._targets,
+            bytes=self._bytes if self._all_bytes else None,
+            smallest=self._smallest,
+            largest=self._largest,
+            has_chats=self._has_chats,
+            sections=sections,
+            dropped=dict(self._report.dropped),
+            notes=dict(self._report.notes),
+        )
         begin, digest = self._file.tell(), None
         if begin <= MAX_CHECKED:
             self._file.seek(0)
             digest = checksum(self._file.read())
         description = json.dumps({"begin": begin, "digest": digest, "info": info._asdict()}).encode()
-        self._file.write(description + TAIL.pack(len(description), MARKER))
+        self._file.write(description + FOOTER.pack(len(description), MARKER))
         self._file.flush()
         if digest is None:
             os.fsync(self._file.fileno())
@@ -364,10 +397,12 @@ class _Writer:
         self._batch, self._batch_size = [], 0
 
     def _encoding_mode(self, document: Document) -> str:
-        """Return how to encode a document.
+        """Return how to tokenize a document.
 
-        "tokens": it was given as tokens. "spans": text with spans. "special": text with special tokens. "plain": other
-        text.
+        - "tokens": the document was read as tokens.
+        - "spans": text with spans, tokenized with special tokens.
+        - "special": text without spans, tokenized with special tokens.
+        - "plain": text without special tokens.
         """
         if document.spans is not None or document.text is None:
             return "tokens" if document.spans is None else "spans"
@@ -376,14 +411,17 @@ class _Writer:
         rendered = is_rendered(document.text, self._tokenizer)
         special_tokens_in_text = self._config.special_tokens_in_text
         if rendered and special_tokens_in_text is None:
-            self._report.notes[RENDERED] += 1
+            self._report.notes[SPECIAL_TOKENS_NOTE] += 1
         if rendered and special_tokens_in_text is False:
-            self._report.notes[PLAIN] += 1
-        parsed = rendered if special_tokens_in_text is None else special_tokens_in_text
-        return "special" if parsed else "plain"
+            self._report.notes[PLAIN_TEXT_NOTE] += 1
+        use_special_tokens = rendered if special_tokens_in_text is None else special_tokens_in_text
+        return "special" if use_special_tokens else "plain"
 
     def _with_separators(self, tokens: np.ndarray) -> np.ndarray:
-        """Add missing separators to a text with special tokens. A text that starts with one gets no start."""
+        """Add missing separators to a text with special tokens.
+
+        Nothing is added before a text that starts with a special token.
+        """
         tokens = tokens.astype(self._dtype)
         starts_special = len(tokens) > 0 and int(tokens[0]) in self._special_ids
         end = self._end[int(np.array_equal(tokens[-1:], self._end)) :]
@@ -392,7 +430,7 @@ class _Writer:
     def _with_targets(
         self, document: Document, tokens: np.ndarray, targets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Add missing separators to a prompt with its completion. A conversation stays as its template rendered it."""
+        """Add missing separators to a prompt with its completion; return a conversation unchanged."""
         tokens = tokens.astype(self._dtype)
         if document.chat is not None:
             self._has_chats = True
@@ -404,7 +442,7 @@ class _Writer:
         return np.concatenate([start, tokens, end]), np.concatenate(masks)
 
     def _append(self, document: Document, tokens: np.ndarray, targets: np.ndarray | None) -> None:
-        """Append one document. targets: None if all tokens except the first one are targets."""
+        """Append a tokenized document. `targets`: mask of the targets; None: all tokens except the first."""
         if document.media and self._media is not None:
             targets = np.ones(len(tokens), bool) if targets is None else targets
             tokens, targets = self._media.expand_tokens((tokens, targets), document.media, document.where)
@@ -412,8 +450,8 @@ class _Writer:
         if document.media or "media" in self._sections:
             self._append_media(document.media)
         if targets is not None and "targets" not in self._sections:
-            self._begin_targets()
-        count = max(0, len(tokens) - 1)  # nothing predicts the first token of a document
+            self._start_targets()
+        count = max(0, len(tokens) - 1)  # the first token of a document is never a target
         if "targets" in self._sections:
             targets = np.ones(len(tokens), bool) if targets is None else targets
             targets[:1] = False
@@ -434,21 +472,21 @@ class _Writer:
             self._write(name, value)
 
     def _append_media(self, media: tuple[str, ...]) -> None:
-        if "media" not in self._sections:  # no earlier document has files
+        if "media" not in self._sections:  # no earlier document has media files
             self._section("media")
             self._section("media_offsets").write(bytes(8 * (self._documents + 1)))
         self._section("media").write(json.dumps(media).encode() if media else b"")
         self._write("media_offsets", self._section("media").tell())
 
-    def _begin_targets(self) -> None:
-        """Start the sections of targets: in all earlier documents, all tokens except the first one are targets."""
+    def _start_targets(self) -> None:
+        """Create the sections of targets. In earlier documents all tokens except the first are targets."""
         offsets = self._section("offsets")
         offsets.seek(0)
         begins = np.frombuffer(offsets.read(), "<i8")
         for size in np.diff(begins).tolist():
             self._section("targets").write((np.arange(size) > 0).tobytes())
             self._write("target_counts", size - 1)
-        for name in ("targets", "target_counts"):  # also if this is the first document
+        for name in ("targets", "target_counts"):  # creates the sections if this is the first document
             self._section(name)
 
     def _write(self, name: str, value: Any) -> None:

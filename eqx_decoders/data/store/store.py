@@ -1,13 +1,13 @@
-"""Token store: the tokens of a corpus, in shards of a cache that all runs share, listed in the manifest of a run.
+"""Token store: the tokens of a corpus, in shards of a cache that all runs share.
 
-`open_store` finds the sources of a corpus, writes the shards that the cache lacks (`tokenize.py`), and writes the
-manifest `manifest.json` into the run's directory: the sources with hashes of their contents, and the shards with their
-documents. A run that resumes with its manifest has the same data. Shards that are missing in the cache are written
-again.
+`open_store` finds the sources of a corpus, writes the shards that are missing in the cache (`tokenize.py`), and writes
+`manifest.json` into the run's directory. The manifest lists the sources with hashes of their contents, and the shards
+with their numbers of documents. So a resumed run has the same data; shards that have been deleted from the cache are
+written again.
 
-The documents of a store are those of the training data in their order, followed by those of separate held-out data.
-Each document of the training data has a split hash, which decides whether it is held out: another held-out fraction
-needs no new tokens.
+A store contains the documents of the training data in order, followed by the documents of separate held-out data. Each
+document of the training data has a split hash, which determines whether the document is held out. So a change of the
+held-out fraction does not require new tokens.
 """
 
 import collections
@@ -22,8 +22,8 @@ import numpy as np
 
 from eqx_decoders.data.chats import render_documents
 from eqx_decoders.data.media_reader import MediaReader
-from eqx_decoders.data.sources.documents import ReadReport, counted
-from eqx_decoders.data.sources.readers import Part, parts_of, read_source
+from eqx_decoders.data.sources.documents import ReadReport, describe_drop_counts
+from eqx_decoders.data.sources.readers import Part, read_source, split_into_parts
 from eqx_decoders.data.sources.sources import DATA, HELD_OUT, Entry, Paths, Source, describe_sources, find_sources
 from eqx_decoders.data.store.corpus import SPLITS, CorpusStats, Gzip, held_out_hashes, read_documents
 from eqx_decoders.data.store.shards import (
@@ -54,10 +54,10 @@ FLAGS = {
 }
 KEPT = "the tokens are kept"
 
-MAX_OPEN = 1024  # shards that are mapped into memory at a time; a corpus with more shards has an index of documents
-DOCUMENTS_AT_ONCE = 1 << 20  # documents whose sizes are read together
-DOCUMENT = np.dtype([("size", "<i8"), ("split_hash", "<f8")])
-MAX_COMPRESSED = 1 << 30  # bytes of sources whose held-out text is compressed for the gzip baseline
+MAX_OPEN_SHARDS = 1024  # shards that are memory-mapped at a time; larger corpora have an index of all documents
+DOCUMENTS_PER_READ = 1 << 20  # documents whose sizes are read together
+DOCUMENT_DTYPE = np.dtype([("size", "<i8"), ("split_hash", "<f8")])
+MAX_COMPRESSED = 1 << 30  # the gzip baseline is computed from the held-out text in the first MAX_COMPRESSED bytes
 
 
 # --- opening ----------------------------------------------------------------------------------------------------------
@@ -76,16 +76,28 @@ def open_store(
     media: MediaReader | None = None,
     special_tokens_in_text: bool | None = None,
 ) -> "TokenStore":
-    """Open the tokens of a corpus, and tokenize what the cache lacks.
+    """Open the tokens of a corpus. Sources that are missing in the cache are tokenized.
 
-    `folder`, in the run's directory, contains the manifest. `cache_dir` (None: in the user's cache directory) contains
-    the tokens. All processes that share the cache tokenize together. `template` renders conversations. With a
-    `held_out_fraction` of 1 all documents are held out, and errors name the flag of held-out data.
+    All processes that share the cache directory share this work.
 
-    Raises DataError with all differences if the files, the tokenizer, the split or, with conversations, the template
-    differ from the manifest in `folder`.
+    **Arguments:**
+
+    - `folder`: folder of the manifest, in the run's directory.
+    - `path`: sources of the training data; None: the standard library of Python.
+    - `held_out_path`: sources of separate held-out data.
+    - `held_out_fraction`: share of the training documents that is held out, without `held_out_path`. 1: all documents
+      are held out, and errors name the flag of held-out data.
+    - `template`: chat template that renders conversations.
+    - `cache_dir`: directory of the tokens; None: in the user's cache directory.
+    - `media`: reader of images, videos and audio.
+    - `text_field`, `special_tokens_in_text`: see `DataConfig`.
+
+    Raises DataError that lists all differences if the files, the tokenizer, the split or, with conversations, the
+    template differ from the manifest in `folder`.
     """
-    folder, cache, all_held_out = Path(folder), cache_directory(cache_dir), held_out_fraction >= 1
+    folder = Path(folder)
+    cache = cache_directory(cache_dir)
+    all_held_out = held_out_fraction >= 1
     request = {
         "format": FORMAT,
         "tokenizer": tokenizer.content_hash,
@@ -113,16 +125,17 @@ def open_store(
     corpus = _Corpus(shards, tasks, config, request, entries)
     with file_lock(folder / "lock"):
         current = read_manifest(folder)
-        # with other counts if the documents were training data before, and all of them are held out now
+        # The counts of an existing manifest are wrong if the documents were training data and all are held out now.
         has_counts = current is not None and (not all_held_out or current["held_out"]["below"] >= 1)
         if current is None or not has_counts:
-            _check_any([_info(shards, task) for _, task in tasks], flag, path)
+            _check_not_empty([_info(shards, task) for _, task in tasks], flag, path)
             current = _new_manifest(corpus, cache, all_held_out)
             current["fingerprint"] = manifest["fingerprint"] if manifest else current["fingerprint"]
             write_atomically(folder / "manifest.json", json.dumps(current, indent=1).encode())
-        elif manifest is None:  # another process has written it meanwhile
+        elif manifest is None:  # another process has just written the manifest
             check_unchanged(folder, current, request, entries, template)
-    keys = {(name, task.part): task.key for name, task in tasks}  # the key depends on the folder of images
+    # With images the keys of shards depend on the folder of the source, which may have been moved.
+    keys = {(name, task.part): task.key for name, task in tasks}
     rows = [row | {"key": keys.get((row["source"], part_of(row)), row["key"])} for row in current["shards"]]
     return TokenStore(current | {"shards": rows}, shards)
 
@@ -140,8 +153,12 @@ def open_sample(
     media: MediaReader | None = None,
     special_tokens_in_text: bool | None = None,
 ) -> "TokenStore":
-    """Open the first `max_documents` documents of a corpus for a preview. Their tokens are in `folder`, not cached."""
-    folder, config = Path(folder), TokenizationConfig(tokenizer, text_field, template, media, special_tokens_in_text)
+    """Tokenize the first `max_documents` documents of a corpus, for a preview.
+
+    The tokens are written to `folder` and not to the cache. See `open_store` for the other arguments.
+    """
+    folder = Path(folder)
+    config = TokenizationConfig(tokenizer, text_field, template, media, special_tokens_in_text)
     folder.mkdir(parents=True, exist_ok=True)
     infos: list[ShardInfo] = []
     rows: list[dict[str, Any]] = []
@@ -156,14 +173,15 @@ def open_sample(
             rows.append({"source": name, "part": None, "key": key, "documents": info.documents})
     described = describe_shards(infos, infos[:1], 0.0 if held_out_path else held_out_fraction)
     manifest = described | {"shards": rows, "sources": {}}
-    _check_any(infos, DATA, path)
+    _check_not_empty(infos, DATA, path)
     manifest["counts"] = count_corpus(TokenStore(manifest, folder), None, config)
     return TokenStore(manifest | {"fingerprint": ""}, folder)
 
 
 def is_tokenized(folder: Path, cache_dir: str | Path | None, config: TokenizationConfig) -> bool:
     """Return whether the cache contains all tokens of a run's manifest."""
-    manifest, shards = read_manifest(folder), cache_directory(cache_dir) / "tokens" / config.digest
+    manifest = read_manifest(folder)
+    shards = cache_directory(cache_dir) / "tokens" / config.digest
     rows = manifest["shards"] if manifest is not None else []
     return bool(rows) and all(read_info(shards / f"{row['key']}.tokens") is not None for row in rows)
 
@@ -174,13 +192,16 @@ def _tasks(
     manifest: Mapping[str, Any] | None,
     media: MediaReader | None,
 ) -> list[tuple[str, ShardTask]]:
-    """Return a task for each part of each source. The parts are those of the manifest if there is one."""
+    """Return the name of the source and the task for each part of each source.
+
+    If there is a manifest, sources are split into the same parts as in the manifest.
+    """
     known_parts: dict[str, list[Part | None]] = {}
     for row in manifest["shards"] if manifest is not None else []:
         known_parts.setdefault(row["source"], []).append(part_of(row))
     tasks = []
     for name, source in sources.items():
-        parts = known_parts.get(name) or parts_of(source, entries[name]["size"])
+        parts = known_parts.get(name) or split_into_parts(source, entries[name]["size"])
         tasks += [(name, make_task(source, entries[name], part, len(parts), media)) for part in parts]
     return tasks
 
@@ -189,26 +210,34 @@ def _info(shards: Path, task: ShardTask) -> ShardInfo:
     info = read_info(shard_path(shards, task))
     if info is None:
         raise DataError(
-            f"{shard_path(shards, task)} was written and is missing now. Start again, and check whether another "
+            f"{shard_path(shards, task)} was deleted after it was written. Start again, and check whether another "
             "program deletes files of the cache."
         )
     return info
 
 
-def _check_any(infos: list[ShardInfo], flag: str, path: Paths) -> None:
+def _check_not_empty(infos: list[ShardInfo], flag: str, path: Paths) -> None:
     if not any(info.documents for info in infos):
         dropped = sum((collections.Counter(info.dropped) for info in infos), collections.Counter[str]())
         reasons = (
-            f"all of its {dropped.total():,} records are left out: {counted(dropped)}" if dropped else "it is empty"
+            f"all of its {dropped.total():,} records are skipped: {describe_drop_counts(dropped)}"
+            if dropped
+            else "it is empty"
         )
-        raise DataError(f"{flag} {path!r} contains no text to train on: {reasons}.")
+        raise DataError(f"{flag} {path!r} contains no documents to train on: {reasons}.")
 
 
 # --- manifest ---------------------------------------------------------------------------------------------------------
 
 
 class _Corpus(NamedTuple):
-    """Corpus whose shards are written: their folder, their tasks with the names of the sources, and the settings."""
+    """Corpus with complete shards.
+
+    - `shards`: folder of the shards.
+    - `tasks`: name of the source, and task, of each shard.
+    - `request`: settings that are recorded in the manifest.
+    - `entries`: entry of each source (see `describe_sources`).
+    """
 
     shards: Path
     tasks: list[tuple[str, ShardTask]]
@@ -218,26 +247,36 @@ class _Corpus(NamedTuple):
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest in a run's directory, or None. Raises DataError for a file with other content."""
+    """Return the manifest in a folder; None if it is missing or incomplete.
+
+    Raises DataError if `manifest.json` has other content.
+    """
     file = folder / "manifest.json"
     try:
         manifest = json.loads(file.read_bytes())
     except (OSError, ValueError):  # missing or incomplete
         return None
-    valid = isinstance(manifest, dict) and {"sources", "fingerprint", "shards"} <= manifest.keys()
-    check(valid, f"{file} is not a manifest of tokens. Choose another run directory, or move the file.", DataError)
+    check(
+        isinstance(manifest, dict) and {"sources", "fingerprint", "shards"} <= manifest.keys(),
+        f"{file} is not a manifest of tokens. Use another run directory, or move the file.",
+        DataError,
+    )
     return manifest
 
 
 def part_of(row: Mapping[str, Any]) -> Part | None:
-    """Return the part of its source that a shard of the manifest contains; None for the whole source."""
+    """Return the part of the source of a shard in the manifest; None: the shard contains the complete source."""
     return None if row["part"] is None else (row["part"][0], row["part"][1])
 
 
 def describe_shards(infos: Sequence[ShardInfo], trained: Sequence[ShardInfo], fraction: float) -> dict[str, Any]:
-    """Return the manifest's summary of all shards: the split, whether there are targets, and counts of dropped records.
+    """Return fields of the manifest: the held-out rule, whether documents have spans of targets, and report counts.
 
-    trained: shards of the training data, of which `fraction` is held out.
+    **Arguments:**
+
+    - `infos`: descriptions of all shards.
+    - `trained`: descriptions of the shards of the training data.
+    - `fraction`: share of the training data that is held out.
     """
     smallest = min((info.smallest for info in trained), default=1.0)
     largest = max((info.largest for info in trained), default=0.0)
@@ -283,7 +322,7 @@ def check_unchanged(
     entries: Mapping[str, Entry],
     template: ChatTemplate | None,
 ) -> None:
-    """Raise DataError that lists all differences between the data of the manifest and the requested data."""
+    """Raise DataError, with a list of all differences, if the requested data differ from the data of the manifest."""
     if "chat_template" in manifest:
         request = {**request, "chat_template": None if template is None else template.content_hash}
     changes = [
@@ -295,7 +334,7 @@ def check_unchanged(
     old = manifest["sources"]
     if old_split != new_split:
         changes.append(f"the held-out data was {old_split} and is {new_split}")
-        # a file that appears or disappears with the flag is not a change of its own
+        # The files of separate held-out data follow from this change: do not list them again.
         old = {name: entry for name, entry in old.items() if not name.startswith(HELD_OUT_DATA)}
         entries = {name: entry for name, entry in entries.items() if not name.startswith(HELD_OUT_DATA)}
     changes += [f"{name} is missing" for name in old if name not in entries]
@@ -308,8 +347,8 @@ def check_unchanged(
     if changes:
         listed = "; ".join(changes[:8]) + (f"; and {len(changes) - 8} more" if len(changes) > 8 else "")
         raise DataError(
-            f"the data differ from the data of the run in {folder}: {listed}. Restore them to resume this run, or "
-            "choose another run directory."
+            f"the data differ from the data of the run in {folder}: {listed}. Restore the data to resume this run, or "
+            "use another run directory."
         )
 
 
@@ -326,7 +365,7 @@ def count_corpus(
 ) -> dict[str, dict[str, Any]]:
     """Return the fields of the `CorpusStats` of each split.
 
-    tasks: tasks of the shards, by which held-out text is read for the gzip baseline; None: no baseline.
+    `tasks`: task of each shard, used to read the held-out text again for the gzip baseline; None: no baseline.
     """
     totals = np.zeros((2, 3), np.int64)
     sizes: list[int | None] = [0, 0]
@@ -364,8 +403,8 @@ def _count_shard(shard: Shard, held_out: np.ndarray) -> np.ndarray:
     """Return the numbers of documents, tokens and targets of each split, `[2, 3]`."""
     info = shard.info
     counts = np.zeros(3, np.int64)
-    for begin in range(0, len(shard) if held_out.any() else 0, DOCUMENTS_AT_ONCE):
-        end = min(begin + DOCUMENTS_AT_ONCE, len(shard))
+    for begin in range(0, len(shard) if held_out.any() else 0, DOCUMENTS_PER_READ):
+        end = min(begin + DOCUMENTS_PER_READ, len(shard))
         mask = held_out[begin:end]
         tokens, targets = shard.sizes(begin, end)[mask].sum(), shard.target_counts(begin, end)[mask].sum()
         counts += np.array([mask.sum(), tokens, targets])
@@ -373,22 +412,28 @@ def _count_shard(shard: Shard, held_out: np.ndarray) -> np.ndarray:
 
 
 def _known_bytes(shard: Shard, held_out: np.ndarray) -> list[int | None]:
-    """Return the number of bytes of each split; None if a document of the split was given as tokens."""
+    """Return the bytes of text in each split, [train, held_out]; None if a document of the split was read as tokens."""
     parts = (shard.bytes[~held_out], shard.bytes[held_out])
     return [None if (part < 0).any() else int(part.sum()) for part in parts]
 
 
 def _held_out_texts(task: ShardTask, config: TokenizationConfig, held_out: np.ndarray) -> Iterator[bytes]:
-    """Yield the held-out text of a source, read again because some tokenizers do not preserve every character."""
+    """Yield the held-out texts of a source.
+
+    The source is read again, because some tokenizers do not preserve every character.
+    """
     documents = read_source(task.source, config.read_options(ReadReport()), task.part)
-    for document, chosen in zip(render_documents(documents, config.template), held_out, strict=True):
-        if chosen:
+    for document, is_held_out in zip(render_documents(documents, config.template), held_out, strict=True):
+        if is_held_out:
             text = trained_text(document)
             yield (config.tokenizer.decode(np.asarray(document.tokens)) if text is None else text).encode()
 
 
 def _decoded_texts(shard: Shard, tokenizer: Tokenizer, held_out: np.ndarray) -> Iterator[bytes]:
-    """Yield the text of held-out documents that were given as tokens; for other documents, zeros of the same length."""
+    """Yield the text of each held-out document, decoded from its tokens.
+
+    Only the number of bytes is needed. So for documents with a known number of bytes, zeros are returned instead.
+    """
     start, end = separators(tokenizer)
     for document in np.flatnonzero(held_out).tolist():
         size = int(shard.bytes[document])
@@ -400,7 +445,7 @@ def _decoded_texts(shard: Shard, tokenizer: Tokenizer, held_out: np.ndarray) -> 
 
 
 class TokenStore:
-    """Tokens of a corpus: `store[i]` is the array of document `i`. Shards are opened and read when they are needed."""
+    """Tokens of a corpus: `store[i]` are the tokens of document `i`. Shards are opened when they are needed."""
 
     def __init__(self, manifest: Mapping[str, Any], folder: Path):
         self.manifest, self._folder = manifest, folder
@@ -411,7 +456,7 @@ class TokenStore:
         self._held_out: tuple[float, float | None] = (manifest["held_out"]["below"], manifest["held_out"]["equal"])
         self.has_targets: bool = manifest["has_targets"]
         keys = [key for _, key, _ in self._shards]  # the cached function must not refer to the store
-        self.shard = functools.lru_cache(MAX_OPEN)(lambda number: Shard(folder / f"{keys[number]}.tokens"))
+        self.shard = functools.lru_cache(MAX_OPEN_SHARDS)(lambda number: Shard(folder / f"{keys[number]}.tokens"))
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -421,12 +466,12 @@ class TokenStore:
         return shard[number]
 
     def targets(self, document: int | np.integer) -> np.ndarray:
-        """Return a mask of the tokens of `document` that are targets. The first token never is."""
+        """Return a mask of the tokens of a document that are targets. The first token is never a target."""
         shard, number = self._find(document)
         return shard.targets(number)
 
     def media(self, document: int | np.integer) -> tuple[str, ...]:
-        """Return the references to the images, videos and audio of `document`."""
+        """Return the references to the images, videos and audio of a document."""
         shard, number = self._find(document)
         return shard.media(number)
 
@@ -436,7 +481,7 @@ class TokenStore:
         return np.concatenate([np.zeros(0, bool), *parts])
 
     def name(self, document: int | np.integer) -> str:
-        """Return the name of `document` for messages: its number in its source, counted from 1, and the source."""
+        """Return a name of a document for messages, such as `document 3 of a.jsonl`, counted from 1."""
         self._find(document)
         number = int(np.searchsorted(self._ends, document, "right"))
         source = self._shards[number][0]
@@ -445,8 +490,8 @@ class TokenStore:
 
     def ranges(self) -> Iterator[tuple[int, int]]:
         """Yield consecutive ranges of all documents, for `sizes`, `has_media` and `is_held_out`."""
-        for start in range(0, len(self), DOCUMENTS_AT_ONCE):
-            yield start, min(start + DOCUMENTS_AT_ONCE, len(self))
+        for start in range(0, len(self), DOCUMENTS_PER_READ):
+            yield start, min(start + DOCUMENTS_PER_READ, len(self))
 
     def sizes(self, start: int, stop: int) -> np.ndarray:
         """Return the number of tokens, with separators, of each of the documents `start:stop`, in int64."""
@@ -454,18 +499,19 @@ class TokenStore:
 
     def is_held_out(self, start: int, stop: int) -> np.ndarray:
         """Return a mask of the documents `start:stop` that are held out."""
-        hashes, (below, equal) = self._values("split_hash", start, stop), self._held_out
+        hashes = self._values("split_hash", start, stop)
+        below, equal = self._held_out
         return (hashes < below) | (hashes == equal) if equal is not None else hashes < below
 
     @property
     def content_hash(self) -> str:
-        """Hash of the settings, the tokenizer, and the names and contents of the sources in any order.
+        """Hash of the tokenizer, the settings, and the names and contents of the sources, independent of their order.
 
         The settings are the text field, the split and, if there are conversations, the chat template.
         """
         return self.manifest["fingerprint"]
 
-    @functools.cached_property  # the iterator's state, which is read after each step, contains it
+    @functools.cached_property  # read after each step, as part of the state of the data iterator
     def order_hash(self) -> str:
         """Hash of the contents of the sources in their order."""
         names = dict.fromkeys(name for name, _, _ in self._shards)
@@ -476,7 +522,7 @@ class TokenStore:
         return CorpusStats(**self.manifest["counts"][split])
 
     def report(self) -> list[str]:
-        """Return sentences on the records that were left out, and warnings (see `ReadReport`)."""
+        """Return lines with the counts of skipped records and the warnings (see `ReadReport`)."""
         dropped, notes = (collections.Counter(self.manifest.get(name, {})) for name in ("dropped", "notes"))
         return ReadReport(dropped, notes).lines(len(self))
 
@@ -485,9 +531,9 @@ class TokenStore:
         return sum(documents for source, _, documents in self._shards if source.startswith(kind))
 
     def check_ids(self, vocab_size: int, placeholders: Sequence[int] = ()) -> None:
-        """Raise DataError for a document with a token id that is not below `vocab_size`. Reads all tokens.
+        """Raise DataError if a document has a token id that is not below `vocab_size`. Reads all tokens.
 
-        placeholders: ids of tokens that features replace, which need no row of the embedding.
+        `placeholders`: ids of placeholder tokens, which are replaced by image or audio features and may be larger.
         """
         with StatusLine("checking token ids", remains=KEPT):
             for number, (source, _, _) in enumerate(self._shards):
@@ -495,11 +541,12 @@ class TokenStore:
                 positions = np.flatnonzero(shard.tokens >= vocab_size)
                 positions = positions[~np.isin(shard.tokens[positions], placeholders)]
                 if len(positions) > 0:
-                    position, beyond = int(positions[0]), int(shard.tokens[positions[0]])
+                    position = int(positions[0])
                     document = int(np.searchsorted(shard.offsets, position, "right")) - 1
+                    token = int(shard.tokens[position])
                     raise DataError(
                         f"{source}: document {document} (counted from 0) of its shard {number} has the token id "
-                        f"{beyond}, but the vocab_size of the model is {vocab_size}. Remove such documents, or use a "
+                        f"{token}, but the vocab_size of the model is {vocab_size}. Remove such documents, or use a "
                         "model with a larger vocabulary."
                     )
 
@@ -509,14 +556,17 @@ class TokenStore:
         return len(self._shards)
 
     def _values(self, field: str, start: int, stop: int) -> np.ndarray:
-        """Return a field of DOCUMENT for the documents `start:stop`."""
+        """Return a field of `DOCUMENT_DTYPE` for the documents `start:stop`."""
         parts = self._parts(start, stop)
         if self._index is not None:
             return np.array(self._index[field][start:stop])
-        return np.concatenate([np.zeros(0, DOCUMENT[field]), *(self._values_in(field, *part) for part in parts)])
+        return np.concatenate([np.zeros(0, DOCUMENT_DTYPE[field]), *(self._values_in(field, *part) for part in parts)])
 
     def _values_in(self, field: str, number: int, begin: int, end: int) -> np.ndarray:
-        """Return a field of documents of one shard. Separate held-out data has the split hash -1, below all others."""
+        """Return a field for the documents `begin:end` of shard `number`.
+
+        Documents of separate held-out data have the split hash -1, which is always below the threshold.
+        """
         if field == "size":
             return self.shard(number).sizes(begin, end)
         is_separate = self._shards[number][0].startswith(HELD_OUT_DATA)
@@ -524,24 +574,24 @@ class TokenStore:
 
     @functools.cached_property
     def _index(self) -> np.ndarray | None:
-        """Sizes and split hashes of all documents, in one memory-mapped file; None for few shards.
+        """Sizes and split hashes of all documents, in a memory-mapped file; None if there are few shards.
 
-        Rows are planned from them, thousands of documents at a time. With many small sources, these documents would be
-        in thousands of files.
+        Rows are planned from the sizes of thousands of consecutive documents. With many small sources, thousands of
+        shards would have to be opened for each plan.
         """
-        if len(self._shards) <= MAX_OPEN:
+        if len(self._shards) <= MAX_OPEN_SHARDS:
             return None
         content = json.dumps([(name[:1], key) for name, key, _ in self._shards])
         file = self._folder / f"{checksum(content.encode())}.documents"
-        if not file.is_file() or file.stat().st_size != len(self) * DOCUMENT.itemsize:
+        if not file.is_file() or file.stat().st_size != len(self) * DOCUMENT_DTYPE.itemsize:
             status = StatusLine("listing documents", remains=KEPT)
             with status, writing_to(file.parent), atomic_stream(file) as stream:
                 for number, (_, _, documents) in enumerate(self._shards):
-                    listed = np.empty(documents, DOCUMENT)
-                    for field in DOCUMENT.names or ():
+                    listed = np.empty(documents, DOCUMENT_DTYPE)
+                    for field in DOCUMENT_DTYPE.names or ():
                         listed[field] = self._values_in(field, number, 0, documents)
                     stream.write(listed.tobytes())
-        return np.asarray(np.memmap(file, DOCUMENT, "r", shape=(len(self),)))
+        return np.asarray(np.memmap(file, DOCUMENT_DTYPE, "r", shape=(len(self),)))
 
     def _find(self, document: int | np.integer) -> tuple[Shard, int]:
         if not 0 <= document < len(self):
@@ -553,7 +603,7 @@ class TokenStore:
         return int(self._ends[number]) - self._shards[number][2]
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Return (shard, begin, end) for each shard with documents of `start:stop`."""
+        """Yield the shard, and the range of documents in the shard, for each shard with documents of `start:stop`."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"documents {start}:{stop} are not in a store of {len(self)} documents")
         numbers = range(np.searchsorted(self._ends, start, "right"), np.searchsorted(self._ends, stop, "left") + 1)

@@ -1,11 +1,11 @@
-"""Tokenization: write the shards of a corpus that the cache lacks, in parallel and together with other runs.
+"""Tokenization: write the shards of a corpus that are missing in the cache, in parallel and together with other runs.
 
-Each source, or part of a large source, is a task that becomes one shard (`shards.py`). A process takes the lock of a
-shard, writes a file of its own, and moves it into place when it is complete. So all processes of all runs and hosts
-that share a cache can work on it at the same time, and a killed process leaves complete shards only.
+Each source, or part of a large source, is a task that writes one shard (`shards.py`). A process acquires the lock of a
+shard, writes a temporary file, and renames the file when it is complete. So all processes of all runs and hosts that
+share a cache can write shards at the same time, and a process that is killed never leaves an incomplete shard.
 
-Small corpora are tokenized in this process, larger ones in a pool of worker processes. The workers import this module,
-and for texts neither JAX nor the layers of a model.
+Small corpora are tokenized in this process, larger corpora in a pool of worker processes. To start quickly, workers
+that tokenize only text import neither JAX nor the layers of models.
 """
 
 import collections
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from eqx_decoders.data.media_reader import MediaReader
 from eqx_decoders.data.sources.documents import ReadReport
 from eqx_decoders.data.sources.hub_datasets import HubDataset
-from eqx_decoders.data.sources.readers import Part, kind_of, read_source
+from eqx_decoders.data.sources.readers import Part, read_source, reader_name
 from eqx_decoders.data.sources.sources import Entry, Source, folder_of, hash_json, is_as_described
 from eqx_decoders.data.store.shards import TokenizationConfig, read_info, write_shard
 from eqx_decoders.errors import DataError, EqxDecodersError, check
@@ -43,28 +43,30 @@ from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 
 
-SMALL = 16_000_000  # bytes of a corpus up to which starting worker processes takes longer than tokenizing it
-POLL = 0.05, 1.0  # seconds between two attempts to take the locks that other processes hold, at first and at most
-UNFINISHED = 600.0  # seconds without a change after which unlocked files count as files of a killed process
-GONE = (errno.ENOENT, errno.ESTALE)  # errors for a file that another process or host has deleted
-SUFFIXES = (".lock", ".partial", ".copy")  # of the files that exist only while a shard is written
+MAX_BYTES_WITHOUT_WORKERS = 16_000_000  # starting workers takes longer than tokenizing a smaller corpus
+MIN_POLL_INTERVAL = 0.05  # seconds between attempts to acquire locks that other processes hold, at first
+MAX_POLL_INTERVAL = 1.0  # the same after many attempts
+STALE_AFTER = 600.0  # seconds without a change after which unlocked temporary files are deleted
+FILE_DELETED_ERRORS = (errno.ENOENT, errno.ESTALE)  # another process or host has deleted the file
+TEMPORARY_SUFFIXES = (".lock", ".partial", ".copy")  # files that exist only while a shard is written
 KEPT = "the tokens of finished parts are kept"
-MAX_END = 0.3  # seconds that worker processes have to delete their unfinished files
-ENDED = 1  # exit code of a worker that was told to end
+WORKER_EXIT_TIMEOUT = 0.3  # seconds in which worker processes delete their temporary files before they are killed
+WORKER_EXIT_CODE = 1  # exit code of a worker that ends because this process ends or fails
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------
 
 
 class ShardTask(NamedTuple):
-    """Task of writing one shard from a source, or from a part of a source.
+    """The task of writing one shard from a source, or from a part of a source.
 
-    **Attributes:**
+    **Fields:**
 
-    - `content_hash`: hash of the content of the whole source.
-    - `size`: number of bytes of the source or part; None if it is unknown.
-    - `seen`: size and time of the last change of the whole source when its content was hashed; None if unknown.
-    - `folder`: directory of the source, if its tokens depend on it.
+    - `part`: range of the source (see `readers`); None: the complete source.
+    - `content_hash`: hash of the content of the complete source.
+    - `size`: number of bytes of the source or part; None: unknown.
+    - `seen`: size and modification time of the complete source when its content was hashed; None: unknown.
+    - `folder`: directory of the source if the tokens depend on the directory; otherwise None.
     """
 
     source: Source
@@ -76,16 +78,23 @@ class ShardTask(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Name of the shard: a hash of the content that it is made from."""
+        """Name of the shard: a hash of everything in the source that determines the tokens."""
         name = self.source.name if self.source.by_name else None
         folder = [] if self.folder is None else [self.folder]
-        return hash_json([self.content_hash, kind_of(self.source.file), self.part, name, *folder])
+        return hash_json([self.content_hash, reader_name(self.source.file), self.part, name, *folder])
 
 
 def make_task(
     source: Source, entry: Entry, part: Part | None, parts: int, media: MediaReader | None = None
 ) -> ShardTask:
-    """Return the task for one of the `parts` of a source that `entry` describes."""
+    """Return the task for a part of a source.
+
+    **Arguments:**
+
+    - `entry`: entry of the source in the manifest (see `describe_sources`).
+    - `parts`: number of parts of the source.
+    - `media`: reader of the media files in documents.
+    """
     folder = folder_of(source.file) if media is not None and media.reads_files else None
     if isinstance(source.file, HubDataset):
         source = source._replace(file=source.file._replace(revision=entry["revision"]))
@@ -103,22 +112,22 @@ def shard_path(folder: Path, task: ShardTask) -> Path:
 def tokenize(
     folder: Path, tasks: Sequence[ShardTask], config: TokenizationConfig, *, max_workers: int | None = None
 ) -> None:
-    """Write the missing shards of all tasks to `folder`, and wait for the shards that other processes write.
+    """Write the missing shards of all tasks to `folder`, and wait for shards that other processes are writing.
 
-    max_workers: maximum number of worker processes; None: one per CPU core.
+    `max_workers`: maximum number of worker processes; None: one per CPU core.
 
-    Raises DataError for sources that cannot be read, and the errors of the tokenizer and the chat template.
+    Raises DataError if a source cannot be read. Errors of the tokenizer and the chat template are not caught.
     """
     missing = {task.key: task for task in tasks if read_info(shard_path(folder, task)) is None}
     if not missing:
         return
     sizes = [task.size for task in missing.values()]
-    small = None not in sizes and sum(size or 0 for size in sizes) <= SMALL
+    is_small = None not in sizes and sum(size or 0 for size in sizes) <= MAX_BYTES_WITHOUT_WORKERS
     folder.mkdir(parents=True, exist_ok=True)
-    delete_unfinished(folder)
+    delete_stale_files(folder)
     workers = min(max_workers or cpu_cores(), len(missing))
     with StatusLine("tokenizing", remains=KEPT) as status, contextlib.ExitStack() as stack:
-        settings = None if small else stack.enter_context(_worker_settings(folder, config))
+        settings = None if is_small else stack.enter_context(_worker_settings(folder, config))
         if settings is None:
             _run(list(missing.values()), _InThisProcess(folder, config, status), status)
         else:
@@ -126,18 +135,18 @@ def tokenize(
 
 
 def _run(tasks: Sequence[ShardTask], executor: "_InThisProcess | _Workers", status: StatusLine) -> None:
-    """Run all tasks. A task whose shard is locked by another process is tried again later."""
+    """Run all tasks. If another process holds the lock of a shard, the task is tried again later."""
     waiting, locked = collections.deque(tasks), list[ShardTask]()
     running: dict[Future[str | None], ShardTask] = {}
     finished, holder = 0, ""
-    pause, max_pause = POLL
+    pause = MIN_POLL_INTERVAL
     while waiting or running or locked:
         done = f", {finished} of {len(tasks)} parts done" if len(tasks) > 1 else ""
         status.what = f"tokenizing{done}"
         if not waiting and not running:
             status.what += f", waiting for {holder}"
             time.sleep(pause)
-            pause = min(2 * pause, max_pause)
+            pause = min(2 * pause, MAX_POLL_INTERVAL)
             waiting, locked = collections.deque(locked), []
         while waiting and len(running) < executor.workers:
             task = waiting.popleft()
@@ -146,7 +155,7 @@ def _run(tasks: Sequence[ShardTask], executor: "_InThisProcess | _Workers", stat
             task, held_by = running[future], future.result()
             del running[future]
             if held_by is None:
-                finished, pause = finished + 1, POLL[0]
+                finished, pause = finished + 1, MIN_POLL_INTERVAL
             else:
                 locked.append(task)
                 holder = held_by
@@ -175,7 +184,10 @@ class _InThisProcess:
 def tokenize_shard(
     folder: Path, task: ShardTask, config: TokenizationConfig, progress: Callable[[int], None]
 ) -> str | None:
-    """Write the shard of a task unless it exists; return the name of another process that is writing it, or None."""
+    """Write the shard of a task if it is missing.
+
+    Returns None if the shard is complete, or the name of another process that is writing the shard.
+    """
     path = shard_path(folder, task)
     lock = ShardLock(path)
     try:
@@ -192,7 +204,7 @@ def tokenize_shard(
 def make_shard(
     folder: Path, task: ShardTask, config: TokenizationConfig, partial: Path, progress: Callable[[int], None]
 ) -> None:
-    """Write one shard to the file `partial` and move it into place.
+    """Write a shard to the temporary file `partial`, and rename the file when it is complete.
 
     Raises DataError if the source cannot be read or has changed, or if the cache cannot be written.
     """
@@ -206,31 +218,32 @@ def make_shard(
                 write_shard(partial, documents, config, report=report, progress=progress)
                 check(
                     is_as_described(task.source.file, task.content_hash, task.seen),
-                    f"{task.source.file} was changed while it was read. Start again when it is complete.",
+                    f"{task.source.file} was changed while it was read. Start again when the file is complete.",
                     DataError,
                 )
-                if read_info(path) is None:  # else another host has written it, and processes may have mapped it
+                if read_info(path) is None:  # otherwise another host has written it, and processes may have mapped it
                     os.replace(partial, path)
                 return
             except OSError as error:
-                if read_info(path) is not None:  # written by another host, for which this lock has no effect
+                if read_info(path) is not None:  # written by another host, where this lock has no effect
                     return
-                if error.errno not in GONE or not retries:
+                if error.errno not in FILE_DELETED_ERRORS or not retries:
                     raise
 
 
 class ShardLock:
-    """Lock for writing one shard. The lock file exists only while the lock is held.
+    """Inter-process lock for writing one shard. The lock file exists only while the lock is held.
 
-    A lock only saves work: where locks do not reach other hosts, a shard is written twice and stays complete.
+    The lock only avoids duplicate work. If locks have no effect on other hosts, a shard is written twice. This is safe.
 
     **Attributes:**
 
-    - `partial`: file for this lock's holder, to be written and moved into place when it is complete.
-        `copy_path(partial)` is another one, for the copy of a remote source.
+    - `partial`: path of the temporary file to which the holder of the lock writes the shard. `copy_path(partial)` is
+      the path for the copy of a remote source.
+    - `held`: all locks of this process that are held or being acquired.
     """
 
-    held: set["ShardLock"] = set()  # noqa: RUF012 - of this process
+    held: set["ShardLock"] = set()  # noqa: RUF012
 
     def __init__(self, shard: Path):
         self._path = shard.with_suffix(".lock")
@@ -238,10 +251,11 @@ class ShardLock:
         self.partial = shard.with_name(f"{shard.stem}.{secrets.token_hex(6)}.partial")
 
     def take(self) -> bool:
-        """Take the lock without waiting; return False if it is held.
+        """Try to acquire the lock without waiting; return whether the shard may be written.
 
-        A lock that cannot be acquired (of another user, or of a host that is gone) counts as held only as long as the
-        files of its shard change: writing a shard twice does no harm, and waiting would not end.
+        Some locks can never be acquired (the lock of another user, or of a host that has crashed). So the result is
+        also True if the temporary files of the shard have not changed for `STALE_AFTER` seconds. Writing a shard twice
+        is safe.
         """
         folder = self._path.parent
         self.held.add(self)
@@ -249,32 +263,33 @@ class ShardLock:
             if try_acquire(self._lock):
                 return True
         except OSError as error:
-            if error.errno not in GONE and (not isinstance(error, PermissionError) or not os.access(folder, os.W_OK)):
+            is_of_other_user = isinstance(error, PermissionError) and os.access(folder, os.W_OK)
+            if error.errno not in FILE_DELETED_ERRORS and not is_of_other_user:
                 raise
-        return _are_old(_unfinished(folder, self._path.stem))
+        return _are_old(_temporary_files(folder, self._path.stem))
 
     def holder(self) -> str:
         """Return the name of the process that holds the lock."""
         return holder_text(read_holder(self._path))
 
     def release(self) -> None:
-        """Release the lock, and delete its files."""
+        """Release the lock, and delete the lock file and the temporary files."""
         _delete(self.partial, copy_path(self.partial))
         if self._lock.is_locked:
-            _delete(self._path)  # before the release: a process that has opened the file notices that it is deleted
+            _delete(self._path)  # before the release, so that a process that has opened the file can detect this
         self._lock.release()
         self.held.discard(self)
 
 
 def copy_path(partial: Path) -> Path:
-    """Return the path for the copy of a remote source while the shard `partial` is written from it."""
+    """Return the path for the copy of a remote source, from which the shard `partial` is written."""
     return partial.with_suffix(".copy")
 
 
-def delete_unfinished(folder: Path) -> None:
-    """Delete the files that killed processes have left in `folder`: old ones whose lock is free."""
+def delete_stale_files(folder: Path) -> None:
+    """Delete temporary files of processes that were killed: old files of shards that are not locked."""
     shards: dict[str, list[Path]] = {}
-    for file in _unfinished(folder):
+    for file in _temporary_files(folder):
         shards.setdefault(file.name.partition(".")[0], []).append(file)
     for name, files in shards.items():
         path = folder / f"{name}.lock"
@@ -285,24 +300,24 @@ def delete_unfinished(folder: Path) -> None:
                 lock.release()
 
 
-def _unfinished(folder: Path, shard: str = "") -> list[Path]:
-    """Return the files in a folder, or the files of one shard, that exist only while a shard is written."""
-    names = [name for name in os.listdir(folder) if name.endswith(SUFFIXES) and ".documents." not in name]
+def _temporary_files(folder: Path, shard: str = "") -> list[Path]:
+    """Return the temporary files in a folder, of all shards or of the shard with this name."""
+    names = [name for name in os.listdir(folder) if name.endswith(TEMPORARY_SUFFIXES) and ".documents." not in name]
     return [folder / name for name in names if not shard or name.partition(".")[0] == shard]
 
 
 def _are_old(files: list[Path]) -> bool:
-    """Return whether some of the files exist and none of them has changed recently."""
+    """Return whether at least one file exists, and no file has changed in the last `STALE_AFTER` seconds."""
     newest = None
     for file in files:
-        with contextlib.suppress(OSError):  # deleted at this moment
+        with contextlib.suppress(OSError):  # the file has just been deleted
             newest = max(newest or 0.0, file.stat().st_mtime)
-    return newest is not None and time.time() - newest > UNFINISHED
+    return newest is not None and time.time() - newest > STALE_AFTER
 
 
 def _delete(*files: Path) -> None:
     for file in files:
-        with contextlib.suppress(OSError):  # a file of another user, or deleted by another host
+        with contextlib.suppress(OSError):  # the file of another user, or already deleted by another host
             file.unlink(missing_ok=True)
 
 
@@ -311,9 +326,9 @@ def _delete(*files: Path) -> None:
 
 @contextlib.contextmanager
 def _worker_settings(folder: Path, config: TokenizationConfig) -> Iterator[dict[str, Any] | None]:
-    """Yield the settings of workers, or None if a worker could not load the same tokenizer.
+    """Yield the settings of worker processes, or None if workers cannot load the tokenizer.
 
-    That is so for a tokenizer of a class that is not this library's.
+    Workers can load all tokenizers of this library, but not a custom class.
     """
     with tempfile.TemporaryDirectory() as tokenizer_folder:
         config.tokenizer.save(tokenizer_folder)
@@ -333,9 +348,9 @@ def _worker_settings(folder: Path, config: TokenizationConfig) -> Iterator[dict[
 
 
 class _Workers:
-    """Pool of worker processes, which end with this process, however it ends.
+    """Pool of worker processes, which end when this process ends for any reason.
 
-    A worker ends when a pipe is closed whose other end only this process has open.
+    Each worker waits on a pipe. The other end is open only in this process and is closed when this process ends.
     """
 
     def __init__(self, settings: dict[str, Any], workers: int, status: StatusLine):
@@ -360,26 +375,26 @@ class _Workers:
         del self._pool, self._characters  # frees their semaphores, also if an error refers to this object
 
     def _end_workers(self) -> None:
-        """End the workers: they delete their unfinished files; a worker that does not end in time is killed."""
+        """Let the workers delete their temporary files and end. Kill workers that do not end in time."""
         self._alive.close()
         running = {process.sentinel: process for process in self._processes}
-        end = time.monotonic() + MAX_END
-        while running and (left := end - time.monotonic()) > 0:
-            for sentinel in wait_for_sentinels(list(running), left):
+        end = time.monotonic() + WORKER_EXIT_TIMEOUT
+        while running and (remaining := end - time.monotonic()) > 0:
+            for sentinel in wait_for_sentinels(list(running), remaining):
                 del running[sentinel]
         for process in running.values():
             self._processes.discard(process)
             process.kill()
 
     def submit(self, task: ShardTask) -> Future[str | None]:
-        """Start a task, and a worker process if all of them are busy."""
+        """Start a task, in a new worker process if all workers are busy."""
         with _ready_to_spawn():
             future = self._pool.submit(_tokenize_in_worker, task)
         self._processes |= set(multiprocessing.active_children()) - self._others
         return future
 
     def wait(self, running: dict[Future[str | None], ShardTask]) -> set[Future[str | None]]:
-        """Return the finished tasks, after a moment. Raises EqxDecodersError if a worker has been killed."""
+        """Return the tasks that finish within 0.1 s. Raises EqxDecodersError if a worker was killed."""
         done, _ = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
         characters = self._characters.get_obj().value  # without its lock, which a killed worker may hold
         self._status.add(characters - self._shown)
@@ -388,22 +403,23 @@ class _Workers:
             self._end_workers()
             self._pool.shutdown()  # reads the exit codes
             codes = [process.exitcode for process in self._processes]
-            code = next((code for code in codes if code not in (None, 0, ENDED)), None)
+            code = next((code for code in codes if code not in (None, 0, WORKER_EXIT_CODE)), None)
             files = ", ".join(dict.fromkeys(str(task.source.file) for task in running.values()))
             hint = " Was there enough memory?" if code == -signal.SIGKILL else ""
             raise EqxDecodersError(
-                f"a worker process ended with exit code {code} while tokenizing {files}.{hint} Start again: {KEPT}."
+                f"a worker process ended with exit code {code} while tokenizing {files}.{hint} Start again; {KEPT}."
             )
         return done
 
 
 @contextlib.contextmanager
 def _ready_to_spawn() -> Iterator[None]:
-    """Start processes without this program's main module, and with SIGINT and SIGTERM blocked.
+    """Hide the main module, and block SIGINT and SIGTERM, while worker processes are started.
 
     multiprocessing would import the main module in each worker: a script without `if __name__ == "__main__"` would run
-    again, and the programs of this library would import JAX. Ctrl-C on a terminal and many cluster managers send a
-    signal to all processes, but only this one must act on it. A signal that arrives in the block is delivered after it.
+    again, and the programs of this library would import JAX. Workers inherit the blocked signals: Ctrl-C on a terminal
+    and many cluster managers send a signal to all processes, but only this process must handle it. A signal that
+    arrives during this block is delivered after the block.
     """
     main, mask = sys.modules["__main__"], signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -419,7 +435,7 @@ _characters: Any = None  # in a worker process: the shared counter
 
 
 def _start_worker(settings: dict[str, Any], characters: Any, parent_alive: Any, threads: int) -> None:
-    """Prepare a new worker process."""
+    """Initialize a worker process."""
     global _characters
     _settings.update(settings)
     _characters = characters
@@ -460,12 +476,12 @@ def _add_progress(characters: int) -> None:
 
 
 def _end_with_parent(parent_alive: Any) -> None:
-    """Wait until the parent process closes its pipe or ends, then delete unfinished files and end this process."""
+    """Wait until the parent process closes its pipe or ends; then delete temporary files and end this process."""
     with contextlib.suppress(EOFError, OSError):
         parent_alive.recv_bytes()
     for lock in list(ShardLock.held):
         lock.release()
-    os._exit(ENDED)
+    os._exit(WORKER_EXIT_CODE)
 
 
 def cpu_cores() -> int:

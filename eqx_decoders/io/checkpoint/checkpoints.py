@@ -25,7 +25,7 @@ from eqx_decoders.io.checkpoint.manifest import make_manifest
 from eqx_decoders.io.checkpoint.orbax import orbax_context, summary
 from eqx_decoders.io.checkpoint.reading import arrays_of, load_newest, read_manifest
 from eqx_decoders.io.checkpoint.steps import Steps
-from eqx_decoders.io.processes import all_gather_json, from_first
+from eqx_decoders.io.processes import all_gather_json, broadcast_json
 from eqx_decoders.io.status import StatusLine
 
 
@@ -115,7 +115,7 @@ class Checkpoints:
         check_integer("step", step, minimum=0)
         self.wait(drop=False)
         _synchronize_operation_ids()
-        steps = from_first("steps", self.steps if jax.process_index() == 0 else None)
+        steps = broadcast_json("steps", self.steps if jax.process_index() == 0 else None)
         if step == self._last and step in steps:
             return False
         newest = max(steps, default=-1)

@@ -22,7 +22,7 @@ from eqx_decoders.errors import CheckpointError
 from eqx_decoders.io.checkpoint.manifest import FORMAT_VERSION, digest, fingerprints
 from eqx_decoders.io.checkpoint.orbax import causes, orbax_context, summary
 from eqx_decoders.io.checkpoint.steps import Steps
-from eqx_decoders.io.processes import all_gather_json, from_first
+from eqx_decoders.io.processes import all_gather_json, broadcast_json
 from eqx_decoders.sharding.axes import named_leaves, path_name
 
 
@@ -67,7 +67,7 @@ def load_newest(
     if jax.process_index() == 0:
         newest = steps.existing(step)
         candidates = (newest,) if step is not None else steps.committed()[::-1]
-    for candidate in from_first("candidates", candidates):
+    for candidate in broadcast_json("candidates", candidates):
         try:
             manifest = read_on_all(lambda candidate=candidate: read_manifest(steps, candidate))
             template = template_for(manifest)

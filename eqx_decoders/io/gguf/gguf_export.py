@@ -21,7 +21,7 @@ from eqx_decoders.io.gguf.gguf_header import gguf_package, shortest_float
 from eqx_decoders.io.gguf.gguf_table import Architecture, FileMetadata, NewMetadata
 from eqx_decoders.io.gguf.gguf_vocabulary import tokenizer_metadata
 from eqx_decoders.io.huggingface.export import TensorMaker, export_plan, tensor_makers
-from eqx_decoders.io.processes import in_first
+from eqx_decoders.io.processes import run_in_process_0
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.numerics.quantized_weight import quantized_weights
 from eqx_decoders.sharding.axes import named_leaves
@@ -113,11 +113,11 @@ def save_gguf(
         partial.replace(file)
 
     try:
-        writer: Any = in_first("save_gguf", start)
+        writer: Any = run_in_process_0("save_gguf", start)
         for name, tensor in tensors.items():
             values = tensor.make()  # all processes take part
-            in_first("save_gguf", functools.partial(_write_tensor, writer, name, values, tensor.ggml_type))
-        in_first("save_gguf", finish)
+            run_in_process_0("save_gguf", functools.partial(_write_tensor, writer, name, values, tensor.ggml_type))
+        run_in_process_0("save_gguf", finish)
     finally:
         if jax.process_index() == 0:
             partial.unlink(missing_ok=True)

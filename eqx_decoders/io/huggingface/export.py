@@ -26,7 +26,7 @@ from eqx_decoders.io.huggingface.export_directory import check_tokenizer, copy_t
 from eqx_decoders.io.huggingface.gather import pieces
 from eqx_decoders.io.huggingface.quantized.write import all_part_mappings, quantization_config, quantized_tensor_makers
 from eqx_decoders.io.huggingface.tensor_copy import copy_in_pieces, einops_sizes
-from eqx_decoders.io.processes import all_gather_json, in_first
+from eqx_decoders.io.processes import all_gather_json, run_in_process_0
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.init import abstract, computed_buffers
@@ -78,10 +78,10 @@ def save_hf(
     source = None if model.origin is None else model.origin.directory
     if tokenizer is not None:
         source = tokenizer_path = Path(expanded(tokenizer))
-        in_first("tokenizer", lambda: check_tokenizer(tokenizer_path))
+        run_in_process_0("tokenizer", lambda: check_tokenizer(tokenizer_path))
     with exported_directory(directory) as partial:
         # The tokenizer comes first, so that an error in it is raised before the weights are gathered.
-        in_first("tokenizer", lambda: None if partial is None else copy_tokenizer(source, partial))
+        run_in_process_0("tokenizer", lambda: None if partial is None else copy_tokenizer(source, partial))
         tensors = _learned_tensors(model, kind, stored_dtype)
         for copy, original in kind.copied(model.config).items():
             if original in tensors:

@@ -15,7 +15,7 @@ from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.gguf.gguf_tokenizer import write_tokenizer
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.huggingface.hub import TOKENIZER_FILES
-from eqx_decoders.io.processes import all_gather_json, from_first
+from eqx_decoders.io.processes import all_gather_json, broadcast_json
 from eqx_decoders.io.text.chat_template import ADDITIONAL, unify_chat_templates
 from eqx_decoders.io.text.tokenizer_formats import find_tokenizer_file
 
@@ -23,7 +23,7 @@ from eqx_decoders.io.text.tokenizer_formats import find_tokenizer_file
 def check_new_directory(directory: str | Path) -> None:
     """Raise ConversionError if the first process could not create the directory. All processes must call it."""
     folder = Path(expanded(directory)).absolute()
-    message = from_first("export", _reason_against(folder) if jax.process_index() == 0 else None)
+    message = broadcast_json("export", _reason_against(folder) if jax.process_index() == 0 else None)
     if message is not None:
         raise ConversionError(message)
 

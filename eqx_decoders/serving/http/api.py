@@ -44,7 +44,7 @@ from eqx_decoders.serving.http.protocol import (
     LoadAdapterRequest,
     UnloadAdapterRequest,
     choice_seed,
-    read_body,
+    parse_request_body,
 )
 from eqx_decoders.serving.http.response_types import (
     DetokenizedText,
@@ -532,7 +532,7 @@ class Api:
     async def _read(self, http_request: HttpRequest, kind: type[Body]) -> Body:
         """Read a body as a declared type. Large bodies are read in a worker thread."""
         self._check_running()
-        call = functools.partial(read_body, kind, http_request.body, self.config)
+        call = functools.partial(parse_request_body, kind, http_request.body, self.config)
         request = call() if len(http_request.body) <= SMALL else await run_in_worker(call)
         self._find_adapter(request.model)
         return request

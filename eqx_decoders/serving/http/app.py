@@ -116,7 +116,7 @@ class Endpoint:
         client = self._client(request)
         body = b""
         if self._has_body:
-            body = await _read_body(request, self._api.config.max_body_bytes)
+            body = await _receive_body(request, self._api.config.max_body_bytes)
             _check_content_type(request.headers)
         http_request = HttpRequest(
             request_id=request_id, client=client.name, with_key=client.with_key, body=body, arrived=start_time
@@ -151,7 +151,7 @@ def _error_response(error: ApiError) -> Response:
     return json_response(ErrorBody.of(error), error.status, **headers)
 
 
-async def _read_body(request: Request, max_bytes: int) -> bytearray:
+async def _receive_body(request: Request, max_bytes: int) -> bytearray:
     """Read the body. Raises ApiError if it is too large; uvicorn discards the rest."""
     too_large = ApiError(413, f"The body has more than {max_bytes:,} bytes. Send less.", code="body_too_large")
     length = request.headers.get("content-length", "0")

@@ -311,7 +311,7 @@ class UnloadAdapterRequest(RequestBody, kw_only=True):
     lora_int_id: Ignored = None
 
 
-def read_body(kind: type[Body], content: bytes | bytearray, config: ApiConfig) -> Body:
+def parse_request_body(kind: type[Body], content: bytes | bytearray, config: ApiConfig) -> Body:
     """Read a body as a declared type, and check it. Raises ApiError."""
     request = read(parse(content, MAX_ENTRIES + MAX_ENTRIES_PER_TOKEN * config.max_length), kind)
     request.check(config)

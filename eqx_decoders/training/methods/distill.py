@@ -9,7 +9,7 @@ import numpy as np
 
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.batches import Batches
-from eqx_decoders.data.host_rows import hand_over
+from eqx_decoders.data.host_rows import place_read_only
 from eqx_decoders.data.store.signal_cache import Column, SignalCache
 from eqx_decoders.errors import check
 from eqx_decoders.io.huggingface.hub import fingerprint
@@ -76,7 +76,7 @@ def _top_tokens_of(start: MethodStart, teacher: Decoder, top: int) -> Scorer:
     temperature = start.config.distill.temperature
 
     def compute(batch: Batch, segments: Sequence[RowSegment]) -> dict[str, np.ndarray]:
-        found = top_tokens(teacher, hand_over(batch, layout, rows), top=top, temperature=temperature)
+        found = top_tokens(teacher, place_read_only(batch, layout, rows), top=top, temperature=temperature)
         arrays = {"top_ids": found.ids, "top_log_probs": found.log_probs}
         return {name: rows_of_process(array, layout, start.options["rows"]) for name, array in arrays.items()}
 

@@ -12,7 +12,7 @@ from eqx_decoders.context import Execution
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.batches import Batches
 from eqx_decoders.data.config import DataConfig
-from eqx_decoders.data.host_rows import hand_over
+from eqx_decoders.data.host_rows import place_read_only
 from eqx_decoders.data.media_reader import MediaReader
 from eqx_decoders.data.preference_batches import PreferenceBatches
 from eqx_decoders.data.prompt_batches import PromptBatches
@@ -86,7 +86,7 @@ class BatchMethod:
 
     def prepare(self, rows: Batch, state: TrainState) -> Batch:
         """Place a batch on the devices and add its signals."""
-        return self.with_signals(hand_over(rows, self._layout, self._rows), state)
+        return self.with_signals(place_read_only(rows, self._layout, self._rows), state)
 
     def with_signals(self, batch: Batch, state: TrainState) -> Batch:
         """Return the batch with the signals that models compute; by default unchanged."""

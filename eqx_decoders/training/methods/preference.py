@@ -15,14 +15,14 @@ from jaxtyping import Array
 from eqx_decoders.context import Execution
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.dataset import written_by
-from eqx_decoders.data.host_rows import hand_over
+from eqx_decoders.data.host_rows import place_read_only
 from eqx_decoders.data.preference_batches import PreferenceBatches, Split
-from eqx_decoders.data.preferences import Preferences, read_labelled_answers, read_pairs
+from eqx_decoders.data.preferences import Preferences, read_labeled_completions, read_pairs
 from eqx_decoders.data.store.signal_cache import Column, SignalCache
 from eqx_decoders.errors import ConfigError, DataError, check
 from eqx_decoders.io.huggingface.hub import fingerprint
 from eqx_decoders.io.huggingface.load import load_hf
-from eqx_decoders.io.processes import LONG, all_gather_json, check_same
+from eqx_decoders.io.processes import LONG_TIMEOUT, all_gather_json, check_same
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.lora import without_lora
@@ -44,7 +44,7 @@ from eqx_decoders.training.step.train_state import TrainState
 def preference_data(start: MethodStart) -> tuple[PreferenceBatches, dict[str, PreferenceBatches]]:
     """Read the training examples of a run, and its held-out examples if there is a `held_out_path`."""
     config, data, tokenizer = start.config, start.config.data, start.tokenizer
-    read = read_labelled_answers
+    read = read_labeled_completions
     if config.method != "kto":
         read = functools.partial(read_pairs, margins=config.method == "reward")
     template = written_by(data, start.options["template"], tokenizer)
@@ -190,7 +190,7 @@ def save_reference(
     model = functools.cache(load)
 
     def compute(batch: Batch, segments: Sequence[RowSegment]) -> dict[str, np.ndarray]:
-        log_probs = token_log_probs(model(), hand_over(batch, layout, rows))
+        log_probs = token_log_probs(model(), place_read_only(batch, layout, rows))
         return {"reference": rows_of_process(log_probs, layout, start.options["rows"])}
 
     folder, computed_by = start.run.path / "reference", _reference_identity(start, kind)
@@ -202,7 +202,7 @@ def save_reference(
                 if batches.epochs >= 1 and (batches.preferences.paired or steps >= config.steps):
                     break
             batches.set_state(state)
-    all_gather_json("reference saved", seconds=LONG)  # by all processes
+    all_gather_json("reference saved", seconds=LONG_TIMEOUT)  # by all processes
     saved = SavedSignals(_open_log_probs(folder, computed_by), None)
     for batches in sets:
         batches.complete = saved

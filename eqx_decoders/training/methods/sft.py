@@ -7,7 +7,7 @@ import jax
 from eqx_decoders.data.batches import Batches
 from eqx_decoders.data.dataset import make_dataset, make_held_out_sets
 from eqx_decoders.encoders.media_config import placeholders
-from eqx_decoders.io.processes import LONG, all_gather_json, check_same
+from eqx_decoders.io.processes import LONG_TIMEOUT, all_gather_json, check_same
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.model.decoder import Decoder
@@ -28,7 +28,7 @@ def _check_tokens(tokenizer: Tokenizer, sets: list[Batches], target: Decoder) ->
     """Raise DataError unless the ids fit the model and all processes have the same tokens."""
     single = jax.process_count() == 1
     with contextlib.nullcontext() if single else StatusLine("waiting for the other processes (tokens)"):
-        all_gather_json("tokens", seconds=LONG)
+        all_gather_json("tokens", seconds=LONG_TIMEOUT)
     parts = [part for batches in sets for part in batches.parts]
     if tokenizer.vocab_size > target.config.vocab_size:
         for store in {id(part.store): part.store for part in parts}.values():

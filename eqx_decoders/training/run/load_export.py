@@ -21,7 +21,7 @@ from eqx_decoders.io.huggingface.export_directory import check_new_directory, co
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.huggingface.load import abstract_hf, load_hf
 from eqx_decoders.io.huggingface.peft import adapter_plan, save_peft
-from eqx_decoders.io.processes import from_first
+from eqx_decoders.io.processes import broadcast_json
 from eqx_decoders.io.text.chat_template import load_chat_template
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.model.decoder import Decoder
@@ -134,7 +134,7 @@ def check_exports(target: Decoder, run: RunDirectory) -> None:
 
     for field, plan in (("export", plan_export), ("export_adapter", plan_adapter)):
         directory = getattr(settings, field)
-        if directory is None or not from_first("is_new", is_new(directory)):
+        if directory is None or not broadcast_json("is_new", is_new(directory)):
             continue
         try:
             check_new_directory(directory)
@@ -147,9 +147,9 @@ def write_exports(model: Decoder, target: Decoder, run: RunDirectory) -> None:
     """Write `export` and `export_adapter` of a run unless they exist. All processes must call this."""
     settings = run.settings
     model = dataclasses.replace(model, origin=target.origin)
-    if settings.export_adapter is not None and from_first("is_new", is_new(settings.export_adapter)):
+    if settings.export_adapter is not None and broadcast_json("is_new", is_new(settings.export_adapter)):
         export_adapter(model, run, settings.export_adapter)
-    if settings.export is not None and from_first("is_new", is_new(settings.export)):
+    if settings.export is not None and broadcast_json("is_new", is_new(settings.export)):
         export_run(model, run, settings.export)
 
 

@@ -12,12 +12,12 @@ import jax
 
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.batches import Batches
-from eqx_decoders.data.host_rows import hand_over
+from eqx_decoders.data.host_rows import place_read_only
 from eqx_decoders.errors import EqxDecodersError
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.exit_codes import EXIT_SIGTERM
 from eqx_decoders.io.interrupt import Interrupt
-from eqx_decoders.io.processes import AHEAD, LONG, Stop, all_gather_json, wait_for_failure
+from eqx_decoders.io.processes import LONG_TIMEOUT, MAX_IN_FLIGHT_STEPS, Stop, all_gather_json, wait_for_failure
 from eqx_decoders.io.run_lock import RunLock, check_run_dir
 from eqx_decoders.io.status import StatusLine, showing
 from eqx_decoders.training.flops import device_flops, flops_per_token
@@ -76,7 +76,7 @@ def train(config: TrainConfig, methods: Methods) -> int:
             stack.enter_context(_out_of_memory_advice(run))
             state, start = run.first_state()
             loop = TrainingLoop(run, stack, start=start, started=started, wall_time=wall_time, interrupt=interrupt)
-            all_gather_json("started", seconds=LONG)
+            all_gather_json("started", seconds=LONG_TIMEOUT)
         run.back_up_metrics()
         try:
             exit_code = loop.run_to_end(state, start)
@@ -214,7 +214,7 @@ class TrainingLoop:
             )
             # reading the next batch may raise an error: save and evaluate first
             batch = None if is_synchronized else self.next_batch(state)
-            self.metrics.read(step, ahead=0 if is_synchronized else AHEAD)
+            self.metrics.read(step, ahead=0 if is_synchronized else MAX_IN_FLIGHT_STEPS)
             self.profiler.before_step(step + 1)
             self.saver.after_step(step, state, self.data_state)  # before the evaluation, which may fail
             if is_evaluated:
@@ -229,7 +229,7 @@ class TrainingLoop:
             rows: Any = next(run.data)
         if run.method is not None:
             return run.method.prepare(rows, state)
-        return hand_over(rows, run.execution.layout, run.config.data.batch_size)
+        return place_read_only(rows, run.execution.layout, run.config.data.batch_size)
 
     def _compile(self, state: TrainState, batch: Batch) -> None:
         remains = self.run.describe_progress()

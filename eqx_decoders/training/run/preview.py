@@ -11,7 +11,7 @@ import numpy as np
 
 from eqx_decoders.data.dataset import open_tokens, token_folders, training_texts, written_by
 from eqx_decoders.data.sources.documents import parse_reference
-from eqx_decoders.data.sources.records import FILES
+from eqx_decoders.data.sources.records import MEDIA_FIELDS
 from eqx_decoders.data.store.shards import TokenizationConfig
 from eqx_decoders.data.store.store import TRAIN, TokenStore, is_tokenized
 from eqx_decoders.encoders.media_config import placeholders
@@ -136,7 +136,7 @@ def _media_kinds(config: DecoderConfig) -> dict[int, str]:
     """Return "image", "video" or "audio" for each placeholder token."""
     media = config.media
     tokens = () if media is None else (media.image_token, media.video_token, media.audio_token)
-    return {token: kind for token, kind in zip(tokens, FILES.values(), strict=False) if token is not None}
+    return {token: kind for token, kind in zip(tokens, MEDIA_FIELDS.values(), strict=False) if token is not None}
 
 
 def _count_files(references: Iterable[str]) -> list[str]:

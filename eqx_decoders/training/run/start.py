@@ -24,7 +24,7 @@ from eqx_decoders.io.atomic_files import cache_directory
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints, Restored
 from eqx_decoders.io.checkpoint.run_backup import GROWING
 from eqx_decoders.io.huggingface.load import abstract_hf
-from eqx_decoders.io.processes import LONG, all_gather_json, first_then_all, from_first, wait_for
+from eqx_decoders.io.processes import LONG_TIMEOUT, all_gather_json, broadcast_json, first_then_all, wait_for
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.tokenizer import Tokenizer, decode, prompt_ids
 from eqx_decoders.model.decoder import Decoder
@@ -93,7 +93,7 @@ class Run:
         is_writer = jax.process_index() == 0
         if is_writer:
             directory.restore_backup()
-        all_gather_json("backup", seconds=LONG)
+        all_gather_json("backup", seconds=LONG_TIMEOUT)
         directory, changes = resume(directory)
         config = directory.settings
         if is_writer:
@@ -105,7 +105,7 @@ class Run:
             # the settings come before the tokenizer and the tokenized data that depend on them
             write_config(directory, save=not changes and not directory.checkpoints().steps)
             fetch_source(directory)
-        all_gather_json("source", seconds=LONG)
+        all_gather_json("source", seconds=LONG_TIMEOUT)
 
         target = abstract_run(directory, execution)
         check_replicated(target, execution.layout, config.replicated_tolerance)
@@ -176,7 +176,7 @@ class Run:
         if loss_weights > 0:
             print_status(f"the loss has {loss_weights:,} weights, which are trained and saved, but not exported")
         is_new_run = self.is_writer and (self.checkpoints.latest is None or directory.is_imported)
-        if from_first("new", is_new_run):
+        if broadcast_json("new", is_new_run):
             start = 0
             with StatusLine("making the model", remains=self.describe_progress()):
                 model = new_model(directory, self.execution)
@@ -198,7 +198,8 @@ class Run:
         for field in ("export", "export_adapter"):
             export = getattr(config, field)
             is_free = export is None or start == config.steps or is_new(export)
-            is_free = from_first(field, is_free, seconds=LONG)  # the other processes may still load the model
+            # Long timeout: the other processes may still load the model.
+            is_free = broadcast_json(field, is_free, seconds=LONG_TIMEOUT)
             check(is_free, f"{field}={export!r} is not empty. Give a new directory.")
         if self.is_writer:
             directory.save_settings(self.changes, step=start)
@@ -248,7 +249,7 @@ def _check_same_settings(run: RunDirectory) -> None:
     """Raise ConfigError unless all processes have the same settings and the same run directory."""
     shared = dataclasses.replace(run.settings, run_dir="", distributed_timeout=1)
     settings = json.loads(json.dumps(flat_settings(shared)))
-    expected = from_first("settings", settings)
+    expected = broadcast_json("settings", settings)
     different = [flag(name) for name in expected if settings.get(name) != expected[name]]
     check(
         settings.keys() == expected.keys() and not different,
@@ -256,7 +257,7 @@ def _check_same_settings(run: RunDirectory) -> None:
         "command and the same version of this library.",
     )
     if jax.process_count() > 1:
-        owner = from_first("lock", run.lock_owner() if jax.process_index() == 0 else "")
+        owner = broadcast_json("lock", run.lock_owner() if jax.process_index() == 0 else "")
         wait_for(
             lambda: run.lock_owner() == owner,
             f"run_dir={run.settings.run_dir!r} is another directory for process {jax.process_index()}",

@@ -12,7 +12,7 @@ import pytest
 
 from eqx_decoders.data.sources import data_files, hub_datasets, readers
 from eqx_decoders.data.sources.hub_datasets import HubDataset
-from eqx_decoders.data.sources.readers import ReadOptions, parts_of, read_source
+from eqx_decoders.data.sources.readers import ReadOptions, read_source, split_into_parts
 from eqx_decoders.data.sources.sources import Source, describe, find_sources, is_as_described, parse_location
 from eqx_decoders.data.store.corpus import read_documents
 from eqx_decoders.data.store.store import open_store
@@ -70,10 +70,15 @@ KINDS = ["a.txt", "a.jsonl", "a.parquet", "t.arrayrecord", "j.array_record", "sa
 @pytest.mark.parametrize("most", [1, 50, 400, 10**6])
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_have_the_documents_of_the_source(tmp_path, monkeypatch, kind, most):
-    for name, value in {"LONG": 64, "PIECE": 16, "SMALLEST_PART": most, "PARTS": 10**9}.items():
+    for name, value in {
+        "MAX_WHOLE_TEXT_BYTES": 64,
+        "PIECE_BYTES": 16,
+        "MIN_PART_BYTES": most,
+        "TARGET_PARTS": 10**9,
+    }.items():
         monkeypatch.setattr(readers, name, value)
     source = write(tmp_path, kind, words(60))
-    parts = parts_of(source, describe(source.file)["size"])
+    parts = split_into_parts(source, describe(source.file)["size"])
     whole = document_texts(source)
     assert [text for part in parts for text in document_texts(source, part)] == whole
     if kind != "a.txt":
@@ -100,14 +105,14 @@ def test_an_error_in_a_part_names_the_position(tmp_path):
 
 def test_compressed_and_small_files_have_one_part(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n'))
-    assert parts_of(Source("a.jsonl.gz", tmp_path / "a.jsonl.gz"), 10**12) == [None]
-    assert parts_of(Source("a.jsonl", tmp_path / "a.jsonl"), 2 * readers.SMALLEST_PART) == [None]
+    assert split_into_parts(Source("a.jsonl.gz", tmp_path / "a.jsonl.gz"), 10**12) == [None]
+    assert split_into_parts(Source("a.jsonl", tmp_path / "a.jsonl"), 2 * readers.MIN_PART_BYTES) == [None]
 
 
 def test_parts_follow_from_the_size_alone():
     source = Source("a.jsonl", parse_location("a.jsonl"))
     for size, count in ((33_554_433, 3), (1 << 30, 32), (1 << 40, 4096)):
-        parts = parts_of(source, size)
+        parts = split_into_parts(source, size)
         assert len(parts) == count and parts[-1][1] == size
 
 
@@ -184,12 +189,12 @@ def test_remote_files_are_the_same_corpus(tmp_path, memory):
 
 @pytest.mark.parametrize("kind", ["a.jsonl", "a.parquet", "a.txt"])
 def test_parts_of_remote_files(tmp_path, memory, monkeypatch, kind):
-    for name, value in {"LONG": 64, "PIECE": 16, "SMALLEST_PART": 50}.items():
+    for name, value in {"MAX_WHOLE_TEXT_BYTES": 64, "PIECE_BYTES": 16, "MIN_PART_BYTES": 50}.items():
         monkeypatch.setattr(readers, name, value)
     local = write(tmp_path, kind, words(60))
     memory.pipe_file(f"/{kind}", local.file.read_bytes())
     source = Source(kind, parse_location(f"memory://{kind}"))
-    parts = parts_of(source, source.file.size)
+    parts = split_into_parts(source, source.file.size)
     assert (len(parts) > 1) == (kind != "a.txt")  # documents of a text are found only by reading it
     assert [text for part in parts for text in document_texts(source, part)] == document_texts(local)
 
@@ -262,7 +267,7 @@ def test_datasets_of_the_hub_are_streamed_file_by_file(tmp_path, hub, monkeypatc
     asked, commits = hub
     texts = [text for number in range(3) for text in words(5, number)]
     assert [one.text for one in read_documents("hf://datasets/o/n/c")] == texts
-    assert parts_of(Source("x", parse_location("hf://datasets/o/n")), None) == [(0, 1), (1, 2), (2, 3)]
+    assert split_into_parts(Source("x", parse_location("hf://datasets/o/n")), None) == [(0, 1), (1, 2), (2, 3)]
     monkeypatch.setattr("eqx_decoders.data.store.tokenize._worker_settings", lambda *_: contextlib.nullcontext())
     options = dict(path="hf://datasets/o/n/c", cache_dir=tmp_path / "cache")
     store = open_store(tmp_path / "run", BYTES, **options)

@@ -11,10 +11,10 @@ import pytest
 from eqx_decoders.data.chats import render_documents
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.data.dataset import make_dataset
-from eqx_decoders.data.preferences import read_labelled_answers, read_pairs
+from eqx_decoders.data.preferences import read_labeled_completions, read_pairs
 from eqx_decoders.data.prompt_batches import read_prompts
 from eqx_decoders.data.sources.documents import ReadReport, record_documents
-from eqx_decoders.data.sources.readers import ALL, read_records
+from eqx_decoders.data.sources.readers import ALL_COLUMNS, read_records
 from eqx_decoders.data.sources.records import (
     INVERTED_FLAGS,
     ROLES,
@@ -131,7 +131,9 @@ def test_every_source_gives_the_same_documents(kind, seed, tmp_path):
     assert [(each.text, each.spans) for each in found] == [(each.text, each.spans) for each in wanted]
     assert report == same and len(found) + sum(report.dropped.values()) == len(records)
     (source,) = find_sources(path)
-    prompts = [normalize_prompt({**row, "prompt": row["messages"]}, where) for where, row in read_records(source, ALL)]
+    prompts = [
+        normalize_prompt({**row, "prompt": row["messages"]}, where) for where, row in read_records(source, ALL_COLUMNS)
+    ]
     expected = [normalize_prompt({**row, "prompt": row["messages"]}, "x") for row in records]
     assert [(each["prompt"], each.get("tools")) for each in prompts] == [
         (each["prompt"], each.get("tools")) for each in expected
@@ -185,9 +187,9 @@ def test_templates_that_need_parts_write_texts(messages, tmp_path):
     assert document.text == WANTED and trained(document) == ["a</s>"]
     pair = write(tmp_path / "pair.jsonl", {"chosen": messages, "rejected": [messages[0], {**ANSWER, "content": "b"}]})
     (example,) = read_pairs(str(pair), BYTES, seq_len=99, template=template).examples
-    assert [BYTES.decode(answer.tokens) for answer in example.answers] == [WANTED, WANTED.replace(">a<", ">b<")]
+    assert [BYTES.decode(answer.tokens) for answer in example.completions] == [WANTED, WANTED.replace(">a<", ">b<")]
     prompt = write(tmp_path / "prompt.jsonl", {"prompt": messages[:1]})
-    (found,) = read_prompts(str(prompt), BYTES, most_tokens=99, template=template).prompts
+    (found,) = read_prompts(str(prompt), BYTES, max_tokens=99, template=template).prompts
     assert BYTES.decode(found.tokens) == "<user>q</s><assistant>"
 
 
@@ -233,17 +235,17 @@ def test_definitions_of_tools_have_the_form_of_the_server(read):
     assert read({"messages": [USER, ANSWER], "tools": [search]}, "a.jsonl:1")["tools"] == [search]
 
 
-def test_labelled_conversations_are_split_before_the_last_answer(tmp_path):
+def test_labeled_conversations_are_split_before_the_last_answer(tmp_path):
     """The format of LLaMA-Factory and ms-swift for KTO."""
     turns = [USER, ANSWER, USER, {"role": "assistant", "content": "b"}]
     path = write(tmp_path / "a.jsonl", {"messages": turns, "label": False})
-    (example,) = read_labelled_answers(path, BYTES, seq_len=200, template=TEMPLATE).examples
-    (answer,) = example.answers
+    (example,) = read_labeled_completions(path, BYTES, seq_len=200, template=TEMPLATE).examples
+    (answer,) = example.completions
     assert BYTES.decode(answer.tokens[answer.targets]) == "b</s>" and example.label == -1
     assert BYTES.decode(answer.prompt) == WANTED + "<user>q</s><assistant>"
     path = write(tmp_path / "b.jsonl", {"messages": [USER], "label": True})
     with refused(DataError, "'completion'", "messages, label"):
-        read_labelled_answers(path, BYTES, seq_len=200, template=TEMPLATE)
+        read_labeled_completions(path, BYTES, seq_len=200, template=TEMPLATE)
 
 
 @pytest.mark.parametrize("names", ["instruction response", "question answer", "prompt response"])
@@ -399,7 +401,7 @@ def test_all_columns_may_have_any_name_in_plain_texts():
 
 def test_text_prompts_ignore_columns_of_chats(tmp_path):
     records = [{"prompt": "Q", "documents": "wiki text"}, {"prompt": "Q", "tools": ["calculator"]}]
-    prompts = read_prompts(write(tmp_path / "a.jsonl", *records), BYTES, most_tokens=64).prompts
+    prompts = read_prompts(write(tmp_path / "a.jsonl", *records), BYTES, max_tokens=64).prompts
     assert [len(prompt.tokens) for prompt in prompts] == [len(prompts[0].tokens)] * 2
     for record in records:
         assert rendered({**record, "completion": "A"})[0].text == "QA"
@@ -431,7 +433,9 @@ SYSTEM = {
 def test_the_system_column_of_pairs_comes_before_the_conversation(tmp_path):
     records = [{"system": "S", **record} for record in SYSTEM.values()]
     found = read_pairs(write(tmp_path / "a.jsonl", *records), BYTES, seq_len=256, template=TEMPLATE)
-    texts = [bytes(example.answers[0].tokens[: example.answers[0].start].tolist()) for example in found.examples]
+    texts = [
+        bytes(example.completions[0].tokens[: example.completions[0].start].tolist()) for example in found.examples
+    ]
     assert [text.replace(b"S ", b"S") for text in texts] == [b"<system>S</s><user>q</s><assistant>"] * len(SYSTEM)
 
 
@@ -490,7 +494,7 @@ def test_labels_are_read_by_kto_and_refused_by_sft(label, tmp_path):
     record = {"prompt": "q", "completion": "a", "label": label}
     with refused(DataError, f"label={label}", "--method kto"):
         rendered(record)
-    found = read_labelled_answers(write(tmp_path / "a.jsonl", record), BYTES, seq_len=64)
+    found = read_labeled_completions(write(tmp_path / "a.jsonl", record), BYTES, seq_len=64)
     assert found.examples[0].label == (1 if label else -1)
     assert rendered({**record, "label": 3})[0].text == "qa"
 
@@ -523,7 +527,7 @@ def test_a_single_file_is_read_like_a_list(name, tmp_path):
     with refused(DataError, "pair.jsonl:1", f"{name}s"):
         read_pairs(pair, BYTES, seq_len=99)
     with refused(DataError, "pair.jsonl:1", name):
-        read_prompts(pair, BYTES, most_tokens=99)
+        read_prompts(pair, BYTES, max_tokens=99)
 
 
 def test_pairs_in_a_table_name_the_methods_for_pairs(tmp_path):
@@ -599,8 +603,8 @@ def test_text_that_is_not_unicode_is_refused_for_every_use(field, tmp_path):
     path = write(tmp_path / "a.jsonl", record)
     uses = {
         "pairs": (("prompt", "chosen", "rejected"), lambda: read_pairs(path, BYTES, seq_len=64)),
-        "labels": (("prompt", "completion"), lambda: read_labelled_answers(path, BYTES, seq_len=64)),
-        "prompts": (("prompt", "answer"), lambda: read_prompts(path, BYTES, most_tokens=64)),
+        "labels": (("prompt", "completion"), lambda: read_labeled_completions(path, BYTES, seq_len=64)),
+        "prompts": (("prompt", "answer"), lambda: read_prompts(path, BYTES, max_tokens=64)),
         "texts": (("text",), lambda: load_text_set(f"a={path}")),
     }
     for fields, use in uses.values():
@@ -625,7 +629,7 @@ def test_formats_give_the_same_preferences(tmp_path):
         {"prompt": [{"role": "Human", "content": [{"type": "text", "text": "q"}]}], "chosen": "a", "rejected": "b"},
     ]
     found = read_pairs(write(tmp_path / "a.jsonl", *records), BYTES, seq_len=256, template=TEMPLATE)
-    tokens = [[answer.tokens.tolist() for answer in example.answers] for example in found.examples]
+    tokens = [[answer.tokens.tolist() for answer in example.completions] for example in found.examples]
     assert len(tokens) == len(records) and all(each == tokens[0] for each in tokens)
 
 
@@ -638,7 +642,7 @@ def test_formats_give_the_same_prompts(tmp_path):
         {"instruction": "q", "output": "a"},
         {"prompt": [{"role": "Human", "content": [{"type": "text", "text": "q", "image": None}]}]},
     ]
-    prompts = read_prompts(write(tmp_path / "a.jsonl", *records), BYTES, most_tokens=256, template=TEMPLATE).prompts
+    prompts = read_prompts(write(tmp_path / "a.jsonl", *records), BYTES, max_tokens=256, template=TEMPLATE).prompts
     assert len({prompt.tokens for prompt in prompts}) == 1 and len(prompts) == len(records)
     assert prompts[4].record["output"] == "a"
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.data.sources.documents import Document
-from eqx_decoders.data.sources.readers import LONG
+from eqx_decoders.data.sources.readers import MAX_WHOLE_TEXT_BYTES
 from eqx_decoders.data.sources.sources import find_sources
 from eqx_decoders.data.store.corpus import Gzip, held_out_rule, read_documents
 from eqx_decoders.data.store.store import open_store
@@ -89,7 +89,7 @@ def test_compressed_files_are_read_by_their_inner_ending(tmp_path):
     for name, content in contents.items():
         (tmp_path / name).write_bytes(gzip.compress(content.encode()))
     assert texts(tmp_path / "*.gz") == [*TEXTS, "list", "plain", "none"]
-    long = "".join(f"line {i}\n" for i in range(LONG // 4))
+    long = "".join(f"line {i}\n" for i in range(MAX_WHOLE_TEXT_BYTES // 4))
     (tmp_path / "e.txt.gz").write_bytes(gzip.compress(long.encode()))
     assert len(texts(tmp_path / "e.txt.gz")) > 4 and "".join(texts(tmp_path / "e.txt.gz")) == long
     (tmp_path / "f.npy.gz").write_bytes(b"")
@@ -120,7 +120,7 @@ def test_line_ends_are_kept(tmp_path):
 
 
 def test_a_long_file_is_read_in_pieces(tmp_path):
-    text = "".join(f"line {i} naïve 🙂\n" for i in range(LONG // 16))
+    text = "".join(f"line {i} naïve 🙂\n" for i in range(MAX_WHOLE_TEXT_BYTES // 16))
     (tmp_path / "long.txt").write_text(text)
     found = texts(tmp_path / "long.txt")
     assert len(found) > 4 and "".join(found) == text and all(piece.endswith("\n") for piece in found)
@@ -141,7 +141,7 @@ def test_parquet(tmp_path):
 
 @pytest.mark.parametrize("kind", ["npy16", "npy32", "bin"])
 def test_packed_tokens(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr("eqx_decoders.data.sources.readers.TOKENS_AT_ONCE", 5)
+    monkeypatch.setattr("eqx_decoders.data.sources.readers.TOKENS_PER_CHUNK", 5)
     documents = [np.arange(n, dtype=np.uint16) for n in (1, 4, 5, 6, 13, 2)]
     parts = [
         np.concatenate([[256], tokens, [257]]) if i % 2 else np.append(tokens, 257)

@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from eqx_decoders.data.store.tokenize import UNFINISHED, ShardLock, copy_path, delete_unfinished
+from eqx_decoders.data.store.tokenize import STALE_AFTER, ShardLock, copy_path, delete_stale_files
 from tests.commands import ROOT
 
 
 def age(*files):
     for file in files:
-        os.utime(file, (time.time() - UNFINISHED - 5,) * 2)
+        os.utime(file, (time.time() - STALE_AFTER - 5,) * 2)
 
 
 def names(folder):
@@ -63,13 +63,13 @@ def test_the_lock_of_a_killed_process_is_free_at_once(tmp_path):
         assert not lock.take()
         assert lock.holder().startswith(f"pid {process.pid} on ")
         age(*tmp_path.iterdir())
-        delete_unfinished(tmp_path)
+        delete_stale_files(tmp_path)
         assert len(names(tmp_path)) == 3, "its files are its own as long as it lives, however long it sleeps"
         process.kill()
         process.wait()
         assert lock.take()
         lock.release()
-        delete_unfinished(tmp_path)
+        delete_stale_files(tmp_path)
         assert names(tmp_path) == []
 
 
@@ -80,7 +80,7 @@ def test_old_files_of_killed_processes_are_deleted(tmp_path):
     for name in (*old, *fresh):
         (tmp_path / name).write_bytes(b"")
     age(*(tmp_path / name for name in old), tmp_path / "e.4.copy", tmp_path / "d.lock")
-    delete_unfinished(tmp_path)
+    delete_stale_files(tmp_path)
     assert names(tmp_path) == sorted([*fresh, "b.tokens"])
 
 
@@ -102,7 +102,7 @@ def test_the_lock_of_another_user(tmp_path, monkeypatch):
     assert not lock.take()
     age(tmp_path / "a.1.partial")
     assert lock.take()
-    delete_unfinished(tmp_path)
+    delete_stale_files(tmp_path)
     lock.release()
     assert names(tmp_path) == ["a.1.partial", "a.lock"]
     monkeypatch.setattr(os, "access", lambda *_: False)

@@ -94,7 +94,7 @@ def test_ranges_of_documents(corpus):
 
 
 def test_few_files_are_open_at_a_time(corpus, monkeypatch):
-    monkeypatch.setattr("eqx_decoders.data.store.store.MAX_OPEN", 3)
+    monkeypatch.setattr("eqx_decoders.data.store.store.MAX_OPEN_SHARDS", 3)
     store = build(corpus)
     assert all_tokens(store) == all_tokens(build(corpus)) and store.shard.cache_info().currsize == 3
 
@@ -108,7 +108,7 @@ def test_the_list_of_documents_equals_the_shards(corpus, tmp_path, monkeypatch, 
     first = build(corpus, **held_out)
     sizes, chosen = (each(0, len(first)).tolist() for each in (first.sizes, first.is_held_out))
     assert chosen == [False] * 11 + [True] * 7 or not own
-    monkeypatch.setattr("eqx_decoders.data.store.store.MAX_OPEN", 3)
+    monkeypatch.setattr("eqx_decoders.data.store.store.MAX_OPEN_SHARDS", 3)
     held_out["cache_dir"] = tmp_path / "another"
     store = build(corpus, "other", **held_out)
     (file,) = (tmp_path / "another" / "tokens").glob("*/*.documents")
@@ -122,7 +122,7 @@ def test_the_list_of_documents_equals_the_shards(corpus, tmp_path, monkeypatch, 
         with pytest.raises(IndexError):
             again.sizes(*wrong)
     monkeypatch.undo()
-    monkeypatch.setattr("eqx_decoders.data.store.store.MAX_OPEN", 3)
+    monkeypatch.setattr("eqx_decoders.data.store.store.MAX_OPEN_SHARDS", 3)
     file.write_bytes(file.read_bytes()[:-3])
     assert build(corpus, "other", **held_out).sizes(0, 11).tolist() == sizes[:11]
 

@@ -40,7 +40,7 @@ made, real = [], tokenize.make_shard
 def noted(folder, job, *rest):
     real(folder, job, *rest)
     made.append(job.source.name)
-tokenize.SMALL, tokenize.make_shard = int(small), noted
+tokenize.MAX_BYTES_WITHOUT_WORKERS, tokenize.make_shard = int(small), noted
 with Interrupt(at_once=True), Watchdog():
     print("ready", flush=True)
     store = open_store(folder / run, load_tokenizer(fixture), path=str(folder / "corpus"), cache_dir=folder / "cache")
@@ -104,12 +104,12 @@ def records(folder, count=40):
 
 @pytest.mark.slow
 def test_several_processes_make_the_shards_of_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "SMALLEST_PART", 2000)
+    monkeypatch.setattr(readers, "MIN_PART_BYTES", 2000)
     template = ChatTemplate(source="{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
     options = dict(path=records(tmp_path), held_out_fraction=0.2, template=template)
     tokenizer = load_tokenizer(FIXTURE)
     alone = open_store(tmp_path / "alone", tokenizer, cache_dir=tmp_path / "one", **options)
-    monkeypatch.setattr(tokenize, "SMALL", 0)
+    monkeypatch.setattr(tokenize, "MAX_BYTES_WITHOUT_WORKERS", 0)
     monkeypatch.setattr(tokenize, "make_shard", None)  # in this process
     several = open_store(tmp_path / "several", tokenizer, cache_dir=tmp_path / "two", **options)
     assert several.shard_count > 4 and all_tokens(several) == all_tokens(alone) and several.has_targets
@@ -127,7 +127,7 @@ def started(monkeypatch):
         real(self)
         processes.append(self)
 
-    monkeypatch.setattr(tokenize, "SMALL", 0)
+    monkeypatch.setattr(tokenize, "MAX_BYTES_WITHOUT_WORKERS", 0)
     monkeypatch.setattr(SpawnProcess, "start", start)
     return processes
 
@@ -167,7 +167,7 @@ def test_a_tokenizer_that_cannot_be_sent_works_in_this_process(tmp_path, monkeyp
         content_hash = "own"
 
     write_corpus(tmp_path / "corpus", 3, 20)
-    monkeypatch.setattr(tokenize, "SMALL", 0)
+    monkeypatch.setattr(tokenize, "MAX_BYTES_WITHOUT_WORKERS", 0)
     monkeypatch.setattr(tokenize, "_Workers", None)
     assert len(open_store(tmp_path / "run", Own(), path=str(tmp_path / "corpus"), cache_dir=tmp_path / "cache")) == 3
 
@@ -301,7 +301,7 @@ def submit(self, task, real=tokenize._Workers.submit):
     return future
 
 print("script")
-tokenize.SMALL, tokenize._Workers.submit = 0, submit
+tokenize.MAX_BYTES_WITHOUT_WORKERS, tokenize._Workers.submit = 0, submit
 folder, tokenizer = sys.argv[1:]
 open_store(folder + "/run", load_tokenizer(tokenizer), path=folder + "/corpus/00.txt", cache_dir=folder + "/cache")
 """

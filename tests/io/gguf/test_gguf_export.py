@@ -232,9 +232,9 @@ def test_the_second_process_keeps_the_file_and_gets_errors_of_the_first(tmp_path
 def test_an_error_of_the_first_process_reaches_all(monkeypatch):
     sent = []
     monkeypatch.setattr(processes, "all_gather_json", lambda name, value=None, **_: sent.append(value) or [value])
-    assert processes.in_first("x", lambda: 5) == 5
+    assert processes.run_in_process_0("x", lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
-        processes.in_first("x", lambda: 1 // 0)
+        processes.run_in_process_0("x", lambda: 1 // 0)
     assert sent[0] is None and "ZeroDivisionError" in sent[1]
 
 

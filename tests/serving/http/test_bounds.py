@@ -252,14 +252,14 @@ def test_large_requests_and_responses_are_handled_off_the_event_loop(monkeypatch
             record_threads(ResponseBuilder, "chunk"),
             record_threads(Choice, "take"),
         )
-        record_threads(api, "read_body")
+        record_threads(api, "parse_request_body")
         for count, large in ((5, False), (600, True)):
             threads.clear()
             whitespace = b" " * (large * 70_000)
             server.json(COMPLETIONS, raw=json.dumps(ask | {"prompt": [97] * count}).encode() + whitespace)
             assert server.call(COMPLETIONS, ask | {"prompt": [97] * count, "stream": True})[0] == 200
             beside = {name: any(one.startswith("worker") for one in found) for name, found in threads.items()}
-            assert beside == dict.fromkeys(("complete", "chunk", "take", "read_body"), large)
+            assert beside == dict.fromkeys(("complete", "chunk", "take", "parse_request_body"), large)
 
 
 def test_many_ids_are_serialized_off_the_event_loop(monkeypatch):

@@ -11,7 +11,7 @@ from eqx_decoders.serving.http import json_body
 from eqx_decoders.serving.http.chat_protocol import ChatCompletionRequest, TokenizeRequest, conversation
 from eqx_decoders.serving.http.config import ApiConfig
 from eqx_decoders.serving.http.json_body import parse, write
-from eqx_decoders.serving.http.protocol import CompletionRequest, DetokenizeRequest, read_body
+from eqx_decoders.serving.http.protocol import CompletionRequest, DetokenizeRequest, parse_request_body
 from eqx_decoders.serving.http.unsupported_fields import IGNORED, NEUTRAL, is_neutral
 from tests.errors import refused
 
@@ -91,7 +91,7 @@ def test_bodies_with_too_many_entries_are_refused_quickly(text, entry):
     body = (text % ",".join([entry] * 3_000_000)).encode()
     begin = time.process_time()
     with refused(ApiError, "82,768", "2,097,152") as found:
-        read_body(CompletionRequest, body, CONFIG)
+        parse_request_body(CompletionRequest, body, CONFIG)
     assert time.process_time() - begin < 0.5 and found.value.code == "context_length_exceeded"
 
 
@@ -181,7 +181,7 @@ ERRORS |= TOKEN_ERRORS
 def test_errors_name_the_field_and_its_value(case):
     kind, body, names = ERRORS[case]
     with refused(ApiError, *names) as error:
-        read_body(kind, json.dumps(body).encode(), CONFIG)
+        parse_request_body(kind, json.dumps(body).encode(), CONFIG)
     assert error.value.param and error.value.status == 400
 
 
@@ -198,17 +198,17 @@ WORDING = {
 def test_wording_of_each_kind_of_error(case):
     body, wording = WORDING[case]
     with pytest.raises(ApiError) as error:
-        read_body(CompletionRequest, json.dumps(body).encode(), CONFIG)
+        parse_request_body(CompletionRequest, json.dumps(body).encode(), CONFIG)
     assert error.value.message.startswith(wording)
 
 
 def test_whole_numbers_and_null():
     body = b'{"prompt": "a", "n": 2.0, "temperature": 1.0, "seed": null, "other": null, "max_tokens": 1e2}'
-    request = read_body(CompletionRequest, body, CONFIG)
+    request = parse_request_body(CompletionRequest, body, CONFIG)
     assert (request.n, request.temperature, request.seed, request.max_tokens) == (2, 1.0, None, 100)
     assert type(request.n) is type(request.max_tokens) is int
     body = b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": 1.0, "b": null}}'
-    variables = read_body(ChatCompletionRequest, body, CONFIG).chat_template_kwargs
+    variables = parse_request_body(ChatCompletionRequest, body, CONFIG).chat_template_kwargs
     # as a template would write the numbers
     assert variables == {"a": 1.0, "b": None} and isinstance(variables["a"], float)
 
@@ -228,9 +228,10 @@ def test_neutral_values_of_unknown_fields_are_accepted(kind):
     for name, values in NEUTRAL.items():
         for value in values if name not in known else ():
             for written in (value, other_number(value), None):
-                assert read_body(kind, write(plain | {name: written}), CONFIG) == read_body(kind, write(plain), CONFIG)
+                request = parse_request_body(kind, write(plain | {name: written}), CONFIG)
+                assert request == parse_request_body(kind, write(plain), CONFIG)
     for name in IGNORED:
-        read_body(kind, write(plain | {name: 5}), CONFIG)
+        parse_request_body(kind, write(plain | {name: 5}), CONFIG)
 
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
@@ -240,7 +241,7 @@ def test_other_values_of_unknown_fields_are_refused(kind):
     for name in sorted(NEUTRAL.keys() - known.keys()):
         for value in (7, "seven", ["seven"], {"seven": 7}, 1 if NEUTRAL[name][0] is True else 0.25):
             with pytest.raises(ApiError) as error:
-                read_body(kind, write(plain | {name: value}), CONFIG)
+                parse_request_body(kind, write(plain | {name: value}), CONFIG)
             assert error.value.param == name and error.value.code == "unsupported_parameter"
 
 
@@ -275,7 +276,7 @@ ONE = {"type": "function", "function": {"name": "g"}}
 
 
 def chat(**fields) -> ChatCompletionRequest:
-    return read_body(ChatCompletionRequest, write(CHAT | {"tools": TOOLS} | fields), CONFIG)
+    return parse_request_body(ChatCompletionRequest, write(CHAT | {"tools": TOOLS} | fields), CONFIG)
 
 
 CHOICES = {

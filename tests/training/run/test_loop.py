@@ -23,7 +23,7 @@ from eqx_decoders.data.dataset import make_dataset
 from eqx_decoders.errors import ConfigError, DataError, EqxDecodersError
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.huggingface.load import read_config
-from eqx_decoders.io.processes import LONG, Stop
+from eqx_decoders.io.processes import LONG_TIMEOUT, Stop
 from eqx_decoders.io.run_lock import RunLock
 from eqx_decoders.io.status import takes_time
 from eqx_decoders.io.text.tokenizer import load_tokenizer
@@ -385,7 +385,7 @@ def test_checkpoint_is_saved_before_an_evaluation_that_fails(folder):
     assert any(re.search(r"\b1 step.*step 4\b", line) for line in warnings)  # not finite; the weights' step
     assert_names(out, "checkpoints, metrics.jsonl")
     assert Checkpoints(folder / "failing" / "checkpoints").steps == (3, 4, 5)
-    assert all(limits[name] == LONG for name in ("backup", "source", "tokens", "started"))
+    assert all(limits[name] == LONG_TIMEOUT for name in ("backup", "source", "tokens", "started"))
 
 
 def test_failing_evaluation_ends_a_run_of_several_processes(monkeypatch):

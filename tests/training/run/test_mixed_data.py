@@ -211,8 +211,8 @@ def test_training_texts_of_the_tokenizer_have_the_weights_of_sources(folder):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(module, "BLOCK", 3)
-    monkeypatch.setattr(rows_module, "WINDOW", 20)
+    monkeypatch.setattr(module, "CHUNK_SIZE", 3)
+    monkeypatch.setattr(rows_module, "WINDOW_SIZE", 20)
 
 
 @pytest.mark.slow(fast=("packed",))
@@ -246,7 +246,7 @@ def test_a_resumed_run_keeps_its_block_size(make, monkeypatch, folder):
     take(straight, 2)
     state = straight.get_state()
     assert state["block"] == 1 << 14
-    monkeypatch.setattr(module, "BLOCK", 3)
+    monkeypatch.setattr(module, "CHUNK_SIZE", 3)
     again = make(**options)
     again.set_state(state)
     equal(take(again, 9), take(straight, 9))
@@ -296,7 +296,7 @@ def test_a_state_of_the_same_sources_in_another_order_is_refused(make, folder):
 
 def test_epochs_do_not_wait_for_plans(make):
     batches, found = make(1, 1), []
-    with batches._planning:
+    with batches._plan_lock:
         thread = threading.Thread(target=lambda: found.append((batches.epochs, batches.source_epochs())), daemon=True)
         thread.start()
         thread.join(10)
@@ -307,7 +307,7 @@ def test_epochs_do_not_wait_for_plans(make):
 def test_weights_of_many_digits_resume_exactly(make):
     weights = ("0.123456789", "0.876543211", "1e-12")
     first, other = make(*weights), make(1, 1, 1)
-    assert sum(first.mixture.parts) == 100_001
+    assert sum(first.mixture.per_period) == 100_001
     first._row = 10**9
     other.set_state(first.get_state())
-    assert other._before == first._taken(first.mixture)
+    assert other._rows_before_mixture == first._rows_by_source(first.mixture)
