@@ -1,4 +1,4 @@
-"""The command `eqx-decoders` and its programs."""
+"""Test the command `eqx-decoders` and its programs."""
 
 import dataclasses
 import inspect
@@ -27,7 +27,7 @@ from tests.errors import assert_names, refused
 
 
 @pytest.mark.slow
-def test_the_command_runs_its_programs(capsys):
+def test_command_runs_its_programs(capsys):
     assert cli.main(["train", "--list-models"]) == 0
     assert "tiny-moe" in capsys.readouterr().out
     with pytest.raises(SystemExit):
@@ -47,7 +47,7 @@ def test_programs_are_listed_without_a_known_program(capsys, args, code):
 
 
 @pytest.mark.parametrize("program", ["train", "generate", "evaluate", "convert", "plan"])
-def test_a_missing_package_is_named(monkeypatch, program):
+def test_missing_package_is_named(monkeypatch, program):
     find = cli.find_spec
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "tyro" else find(name))
     _, err = call(program, code=1)
@@ -71,7 +71,7 @@ def test_help_shows_the_flags_of_the_method_and_help_all_shows_every_flag():
     assert batch_size in text
 
 
-def test_a_closed_pipe_ends_a_program_without_a_traceback():
+def test_closed_pipe_ends_a_program_without_a_traceback():
     read_end, write_end = os.pipe()
     os.close(read_end)
     words = [sys.executable, ROOT / "scripts" / "train.py", "--help-all"]
@@ -100,8 +100,8 @@ def test_flags_become_settings():
 
 
 @pytest.mark.slow
-def test_settings_default_to_those_of_the_run(tmp_path):
-    """Except an export that was written already, and `allow_changes`."""
+def test_settings_default_to_the_settings_of_the_run(tmp_path):
+    """Exceptions are `allow_changes` and an export that was already written."""
     from eqx_decoders.cli.train import parse
 
     optimizer = OptimizerConfig(name="muon", momentum=0.9)
@@ -121,7 +121,7 @@ def test_settings_default_to_those_of_the_run(tmp_path):
 
 @pytest.mark.slow
 def test_explicit_settings_take_precedence_over_a_preset(tmp_path):
-    """Also explicit defaults, in flags, in a file and in a run; another preset replaces that of the run."""
+    """This also holds for explicit default values, in flags, files and runs. A new preset replaces the run's preset."""
     from eqx_decoders.cli.train import parse
 
     words = ["--method", "rl", "--init-from", "x", "--data", "a.jsonl", "--rl.reward", "a.py:f", "--seq-len", "512"]
@@ -142,7 +142,7 @@ def test_explicit_settings_take_precedence_over_a_preset(tmp_path):
 
 
 def test_paths_with_a_tilde_are_expanded(tmp_path, monkeypatch):
-    """Those of flags, of the settings file, and in it."""
+    """Cases: paths in flags, the path of the settings file, and paths in the settings file."""
     from eqx_decoders.cli.train import parse
 
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -199,7 +199,7 @@ def test_field_names_in_messages_become_flags(message, want):
     assert cli.in_flags(message, flag_names(TrainConfig)) == want
 
 
-def test_a_misspelled_flag_is_answered_with_the_nearest_one():
+def test_misspelled_flag_error_suggests_the_nearest_flag():
     _, err = call("train", "--seq-lenn", 32, code=2)
     assert_names(err.replace("--seq-lenn", ""), "--seq-len")
 

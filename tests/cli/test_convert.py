@@ -1,4 +1,4 @@
-"""The convert program on directories of transformers and on GGUF files."""
+"""Test the convert program with Hugging Face directories and GGUF files."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def without_transformers(monkeypatch):
 
 
 def copied(folder: Path, source: Path = CHAT, **config) -> Path:
-    """A copy of a directory with other keys in its config.json."""
+    """Return a copy of a directory with changed keys in its config.json."""
     shutil.copytree(source, folder)
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(content | config))
@@ -42,7 +42,7 @@ def copied(folder: Path, source: Path = CHAT, **config) -> Path:
 
 
 @pytest.mark.slow
-def test_import_then_generate_then_export_is_the_directory_again(tmp_path, without_transformers):
+def test_import_and_export_round_trip_of_a_directory(tmp_path, without_transformers):
     run, directory = tmp_path / "run", tmp_path / "out"
     out, _ = call("convert", "import", CHAT, run)
     assert_names(out, "12,360 parameters", CHAT, run)
@@ -73,7 +73,7 @@ def test_import_then_generate_then_export_is_the_directory_again(tmp_path, witho
     assert_names(out, "11 tensors", "model.embed_tokens.weight")
 
 
-def test_a_run_after_a_killed_import_starts_with_the_same_model(tmp_path, monkeypatch):
+def test_run_after_a_killed_import_starts_with_the_same_model(tmp_path, monkeypatch):
     from eqx_decoders.cli.train import parse
 
     def killed(self, *_, **__):
@@ -88,7 +88,7 @@ def test_a_run_after_a_killed_import_starts_with_the_same_model(tmp_path, monkey
     assert resume(RunDirectory(TrainConfig(run_dir=str(run))))[0].settings.init_from == str(CHAT)
 
 
-def test_an_import_keeps_files_of_others(tmp_path):
+def test_import_keeps_unrelated_files(tmp_path):
     (tmp_path / "tokenizer").mkdir()
     _, err = call("convert", "import", CHAT, tmp_path, code=2)
     assert_names(err, f"run_dir='{tmp_path}'", "tokenizer")
@@ -96,7 +96,7 @@ def test_an_import_keeps_files_of_others(tmp_path):
 
 
 @pytest.mark.slow
-def test_conversions_on_a_mesh_equal_those_on_one_device(tmp_path, without_transformers):
+def test_sharded_conversions_equal_single_device(tmp_path, without_transformers):
     mesh = ("--mesh.fsdp", "4", "--mesh.data", "2")
     for command in (("import", CHAT, tmp_path / "run"), ("export", tmp_path / "run", tmp_path / "out")):
         call("convert", *command, *mesh, devices=8)
@@ -106,7 +106,7 @@ def test_conversions_on_a_mesh_equal_those_on_one_device(tmp_path, without_trans
 
 
 @pytest.mark.slow
-def test_exports_contain_the_running_means_unless_no_ema(tmp_path):
+def test_exports_contain_weight_averages_unless_no_ema(tmp_path):
     run, model, name = tmp_path / "run", ed.load_hf(CHAT), "embedding.table"
     call("convert", "import", CHAT, run)
     settings = load_settings(run / "settings.json")
@@ -125,7 +125,7 @@ def test_exports_contain_the_running_means_unless_no_ema(tmp_path):
 
 @pytest.mark.slow(fast=("chat_llama-11",))
 @pytest.mark.parametrize("name, count", [("chat_llama", 11), ("gpt2", 28), ("qwen3_f16", None), ("llama_bf16", None)])
-def test_tensors_come_back_bit_by_bit(without_transformers, name, count):
+def test_tensors_survive_a_round_trip_to_the_bit(without_transformers, name, count):
     out, _ = call("convert", "verify", FIXTURES / name)
     assert_names(out, "transformers", *([] if count is None else [f"{count} tensors"]))
 
@@ -141,7 +141,7 @@ def test_gguf_files_are_verified_like_directories(without_transformers, tmp_path
     assert_names(err, tmp_path / "other.gguf")
 
 
-def test_a_tensor_that_changes_is_named(without_transformers, monkeypatch):
+def test_changed_tensor_is_named(without_transformers, monkeypatch):
     load = verify.load_hf
 
     def broken(directory, **options):

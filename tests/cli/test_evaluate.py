@@ -1,4 +1,4 @@
-"""The evaluate program on a small chat model: tables, files, two models, and errors."""
+"""Test the evaluate program with a small chat model: tables, files, two models, and errors."""
 
 import json
 import re
@@ -34,14 +34,14 @@ def folder(tmp_path_factory) -> Path:
 
 
 def cells(out: str, name: str) -> list[str]:
-    """The cells of the first row of a table with this name."""
+    """Return the cells of the first table row with the given name."""
     (line, *_) = [line for line in out.splitlines() if re.match(rf"\| {re.escape(name)} ", line)]
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 @pytest.mark.slow
 def test_tasks_texts_and_two_models(folder):
-    """Both are the same model here: all prompts are ties."""
+    """Both models are the same, so that all prompts are ties."""
     options = ("--tasks", f"{folder}/tasks.py:letters", "--samples", 4, "--limit", 3, "--pass-at", 1, 3)
     texts = ("--text", f"words={folder}/words.txt", f"rows={folder}/rows.jsonl", "--text-field", "body")
     output = ("--output", folder / "out", "--against", CHAT, "--text-context", 8, "--no-special-tokens-in-content")
@@ -65,7 +65,7 @@ def test_tasks_texts_and_two_models(folder):
 
 
 @pytest.mark.slow
-def test_lm_eval_beside_other_tasks(folder, tmp_path, monkeypatch):
+def test_lm_eval_combined_with_other_tasks(folder, tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}}
@@ -103,8 +103,8 @@ def test_invalid_arguments_are_refused(folder, words, code, named):
     assert_names(err, *(name.format(folder=folder) for name in named))
 
 
-def test_sizes_of_the_engine_follow_from_the_model():
-    """The fixture was trained on 128 positions; a CPU computes few tokens of a prompt at once."""
+def test_default_engine_sizes_depend_on_the_model():
+    """The fixture was trained with 128 positions. On a CPU, prefill chunks are small."""
     text = load_text_model(CHAT, "float32")
     sizes = limits(parse(["--text", "a=b"]), text)
     assert (sizes.max_length, sizes.prefill_chunk, sizes.max_batch_size) == (128, 32, 8)
@@ -112,7 +112,7 @@ def test_sizes_of_the_engine_follow_from_the_model():
     assert (sizes.max_length, sizes.prefill_chunk) == (200, 16)
 
 
-def test_a_task_of_lm_eval_needs_it(monkeypatch):
+def test_lm_eval_task_requires_the_package(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
@@ -121,7 +121,7 @@ def test_a_task_of_lm_eval_needs_it(monkeypatch):
 
 
 def test_models_are_runs_checkpoints_and_names(tmp_path):
-    """A directory with a settings.json is a run."""
+    """A directory that contains a settings.json is a run directory."""
     (tmp_path / "settings.json").write_text("{}")
     one, other = parse(["--model", str(tmp_path), "--against", "org/name", "--text", "a=b"]).sources()
     assert (one.run_dir, one.model, other.run_dir, other.model) == (str(tmp_path), None, None, "org/name")

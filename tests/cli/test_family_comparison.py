@@ -1,4 +1,4 @@
-"""`convert compare`, and `--plugin` with a file that is made as the report says."""
+"""Test `convert compare`, and `--plugin` with a family file that is written as the report suggests."""
 
 import inspect
 import json
@@ -20,7 +20,7 @@ FIXTURES = ROOT / "tests" / "fixtures"
 
 @pytest.fixture(autouse=True)
 def compare_with_llama(monkeypatch):
-    """Compare only with Llama."""
+    """Restrict the comparison to Llama."""
     for name in ("_families", "_registered"):  # registrations are undone
         monkeypatch.setattr(registry.FAMILIES, name, dict(getattr(registry.FAMILIES, name)))
     monkeypatch.setattr(registry, "_REGISTERED_MODELS", {})
@@ -38,7 +38,7 @@ def edited(folder: Path, **config) -> Path:
 
 
 def seed_family() -> str:
-    """The file of Llama, the nearest family, changed as the report says for a copy of Seed-OSS."""
+    """Return the family file of Llama, edited as the report suggests for a copy of Seed-OSS."""
     changes = {
         'model_type="llama"': 'model_type="seed_2"',
         'architecture="LlamaForCausalLM"': 'architecture="Seed2ForCausalLM"',
@@ -54,7 +54,7 @@ def seed_family() -> str:
     return text
 
 
-def test_a_checkpoint_is_compared_and_then_read_with_a_family_file(tmp_path, monkeypatch):
+def test_checkpoint_is_compared_and_then_loaded_with_a_family_file(tmp_path, monkeypatch):
     directory = edited(tmp_path / "model", model_type="seed_2", architectures=["Seed2ForCausalLM"])
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path / "run")
@@ -74,7 +74,7 @@ def test_a_checkpoint_is_compared_and_then_read_with_a_family_file(tmp_path, mon
     assert_names(out, "the library knows model_type=seed_2")
 
 
-def test_a_known_model_type_is_not_compared():
+def test_known_model_type_is_not_compared():
     directory = FIXTURES / "mistral_window"
     out, _ = call("convert", "compare", directory)
     assert_names(out, "the library knows model_type=mistral", f"python scripts/convert.py verify {directory}")

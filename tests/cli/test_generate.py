@@ -1,4 +1,4 @@
-"""The generate program on directories of transformers; the models' completions are made up."""
+"""Test the generate program with Hugging Face directories and fake completions."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ CHAT = FIXTURES / "chat_llama"
 
 
 def copied(folder: Path, source: Path = CHAT, **config) -> Path:
-    """Copy a directory with changed keys in its config.json."""
+    """Return a copy of a directory with changed keys in its config.json."""
     shutil.copytree(source, folder)
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(content | config))
@@ -30,8 +30,8 @@ def copied(folder: Path, source: Path = CHAT, **config) -> Path:
 
 
 @pytest.fixture
-def wrote(monkeypatch):
-    """The prompts and samplers that models were given; each answer is `answer 1`, `answer 2`, …"""
+def recorded_generations(monkeypatch):
+    """Record the prompts and samplers passed to models. Completions are `answer 1`, `answer 2`, …"""
     prompts = []
 
     def stream(self, prompt, **options):
@@ -42,19 +42,21 @@ def wrote(monkeypatch):
     return prompts
 
 
-def test_a_conversation_keeps_earlier_messages(wrote):
+def test_conversation_keeps_earlier_messages(recorded_generations):
     out, _ = call("generate", "--model", CHAT, "--system", "Be brief.", stdin="one\n\ntwo\n")
     assert out == "answer 1\nanswer 2\n"
     system, one = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}
     answer, two = {"role": "assistant", "content": "answer 1"}, {"role": "user", "content": "two"}
-    assert [prompt for prompt, _ in wrote] == [[system, one], [system, one, answer, two]]
-    assert str(wrote[0][1]["sampler"]) == "Sample(temperature=0.6, top_k=None, top_p=0.9, min_p=None)"
+    assert [prompt for prompt, _ in recorded_generations] == [[system, one], [system, one, answer, two]]
+    assert str(recorded_generations[0][1]["sampler"]) == "Sample(temperature=0.6, top_k=None, top_p=0.9, min_p=None)"
 
 
-def test_no_chat_continues_texts(wrote):
+def test_no_chat_continues_texts(recorded_generations):
     out, _ = call("generate", "--model", CHAT, "--no-chat", "--top-k", "3", stdin="one\ntwo\n")
     assert out == "oneanswer 1\ntwoanswer 2\n"
-    assert [prompt for prompt, _ in wrote] == ["one", "two"] and wrote[0][1]["sampler"].top_k == 3
+    assert [prompt for prompt, _ in recorded_generations] == ["one", "two"] and recorded_generations[0][1][
+        "sampler"
+    ].top_k == 3
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_invalid_arguments_are_refused(arguments, code, named):
     assert_names(err, *named)
 
 
-def test_a_system_message_needs_a_template(tmp_path):
+def test_system_message_requires_a_template(tmp_path):
     folder = copied(tmp_path / "model")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
@@ -90,7 +92,7 @@ def test_a_system_message_needs_a_template(tmp_path):
 
 
 def parts(prompt) -> list[str]:
-    """The images of a message."""
+    """Return the images of a message."""
     content = prompt[-1]["content"]
     return [part["image"] for part in content if "image" in part] if isinstance(content, list) else []
 
@@ -99,7 +101,7 @@ def files(options) -> Files:
     return options.get("files", Files())
 
 
-EFFECTS = {  # flags, and their effect on the options and the prompt of the model
+EFFECTS = {  # flags, and their effect on the options and the prompt
     "prompt": (["--prompt", "x"], lambda options, prompt: prompt[-1]["content"] == "x"),
     "chat": (["--no-chat"], lambda options, prompt: prompt == "hello"),
     "system": (["--system", "Be brief."], lambda options, prompt: prompt[0]["content"] == "Be brief."),
@@ -117,12 +119,12 @@ EFFECTS = {  # flags, and their effect on the options and the prompt of the mode
 
 
 @pytest.mark.slow
-def test_every_setting_has_an_effect(wrote):
+def test_every_setting_has_an_effect(recorded_generations):
     for name, (words, has_effect) in EFFECTS.items():
         for given, expected in (([], False), (words, True)):
-            wrote.clear()
+            recorded_generations.clear()
             call("generate", "--model", CHAT, *given, stdin="" if "--prompt" in given else "hello\n")
-            ((prompt, options),) = wrote
+            ((prompt, options),) = recorded_generations
             assert has_effect(options, prompt) == expected, (name, given)
 
 
@@ -136,7 +138,7 @@ def test_names_of_special_tokens_in_prompts_may_be_text(monkeypatch):
     assert [ids.tolist().count(end[0]) for ids in found] == [2, 1] and len(found[0]) < len(found[1])
 
 
-def test_a_run_and_its_step_are_loaded(wrote, monkeypatch):
+def test_run_is_loaded_at_the_given_step(recorded_generations, monkeypatch):
     loaded = []
 
     def load_text_run(run_dir, step, *, precision, layout):
@@ -149,7 +151,7 @@ def test_a_run_and_its_step_are_loaded(wrote, monkeypatch):
     assert loaded == [("runs/a", 3, jnp.bfloat16), ("runs/tiny", None, jnp.float32)]
 
 
-def test_weights_on_a_mesh_are_sharded(wrote):
+def test_weights_on_a_mesh_are_sharded(recorded_generations):
     """Completions are compared in tests/inference/test_generation.py."""
     models = []
     with mock.patch.object(
@@ -162,7 +164,7 @@ def test_weights_on_a_mesh_are_sharded(wrote):
     assert one.tolist() == split.tolist()
 
 
-def test_processes_connect_and_must_have_the_same_flags(wrote, monkeypatch):
+def test_processes_connect_and_must_have_equal_flags(recorded_generations, monkeypatch):
     met = []
     monkeypatch.setattr(devices, "connected", lambda seconds: met.append(seconds) or contextlib.nullcontext())
     monkeypatch.setattr(devices, "broadcast_json", lambda name, own: json.loads(json.dumps(own | {"seed": 7})))
@@ -170,4 +172,4 @@ def test_processes_connect_and_must_have_the_same_flags(wrote, monkeypatch):
     _, err = call("generate", *words, "--seed", 5, devices=4, code=2)
     assert_names(err, "--seed=5", "7")
     call("generate", *words, "--seed", 7, devices=4)
-    assert met == [9, 9] and len(wrote) == 1
+    assert met == [9, 9] and len(recorded_generations) == 1

@@ -1,4 +1,4 @@
-"""The plan program: its flags, the options of XLA, and plans for TPUs."""
+"""Test the plan program: flags, XLA options, and plans for TPUs."""
 
 import dataclasses
 import json
@@ -29,8 +29,8 @@ from tests.errors import assert_names, refused
 
 
 @pytest.fixture
-def here(monkeypatch):
-    """Plan for eight chips of a v5p, and return the arguments of `make_plan` instead of its result."""
+def planned_arguments(monkeypatch):
+    """Run the program for eight v5p chips and return the arguments of `make_plan`."""
     asked = []
 
     class Asked(Exception):
@@ -66,7 +66,7 @@ def here(monkeypatch):
         ("tpu7x:4x4x4", (True, True, True)),
     ],
 )
-def test_wraparound_links_are_those_of_real_slices(monkeypatch, topology, wrap):
+def test_wraparound_links_of_real_slices(monkeypatch, topology, wrap):
     asked = Mock()
     asked.return_value.devices = []
     monkeypatch.setenv("XLA_FLAGS", "")
@@ -76,44 +76,44 @@ def test_wraparound_links_are_those_of_real_slices(monkeypatch, topology, wrap):
     assert asked.call_args.kwargs["wrap"] == wrap
 
 
-def test_flags_become_a_plan(here):
+def test_flags_become_a_plan(planned_arguments):
     words = ("--topology", "v5p:2x2x2", "--slices", 2, "--mesh", "fsdp=4", "tensor=2", "--batch-size", 4)
     more = ("--seq-len", 64, "--remat", "custom", "--remat-save", "out_proj", "--remat-offload", "context")
-    assert here("tiny", "--until", "memory")[1][3]["until"] == "memory"
+    assert planned_arguments("tiny", "--until", "memory")[1][3]["until"] == "memory"
     others = ("--optimizer.moments-dtype", "bfloat16", "--step.gradient-accumulation-steps", 1, "--head-bytes", 5)
     last = ("--exchange-bytes", 6, "--batch-split", 2)
-    (topology, slices), (model, trainer, machine, given) = here("tiny", *words, *more, *others, *last)
+    (topology, slices), (model, trainer, machine, given) = planned_arguments("tiny", *words, *more, *others, *last)
     assert (topology, slices, machine.chip.name) == ("v5p:2x2x2", 2, "v5p")
     execution = model.execution
     assert execution.layout.sizes["fsdp"] == 4 and execution.layout.sizes["tensor"] == 2
     assert (execution.head_bytes, execution.exchange_bytes, execution.batch_split) == (5, 6, 2)
     assert execution.remat.save == ("out_proj",) and execution.remat.offload == ("context",)
     assert given == {"batch_size": 4, "seq_len": 64, "media": None, "options": options("v5p"), "until": "code"}
-    *_, seen = here("tiny-vision", *words[:-1], 8, "--seq-len", 64, "--images", 2, "--image-side", 64)[1]
+    *_, seen = planned_arguments("tiny-vision", *words[:-1], 8, "--seq-len", 64, "--images", 2, "--image-side", 64)[1]
     assert seen["media"].images.patches.shape == (16, 64, 48) and seen["media"].index.shape == (8, 64)
     assert parse(["tiny", "--image-side", "64"]).image_side == 64
-    _, (*_, seen) = here("qwen3-vl-2b", *words, "--seq-len", 64, "--images", 2, "--image-side", 64)
+    _, (*_, seen) = planned_arguments("qwen3-vl-2b", *words, "--seq-len", 64, "--images", 2, "--image-side", 64)
     assert seen["media"].images.patches.shape == (8, 16, 1536) and seen["media"].order.shape[0] == 4
     state = trainer.abstract(model, key=jax.random.key(0))
     assert any(leaf.dtype == "bfloat16" for leaf in jax.tree.leaves(state.optimizer))
 
 
-def test_low_precision_flags_are_planned(here):
+def test_low_precision_flags_are_planned(planned_arguments):
     words = ("--low-precision.mode", "int8", "--low-precision.weights", "*.mlp.*", "--mesh.fsdp", 8, "--batch-size", 8)
-    model = here("tiny", *words)[1][0]
+    model = planned_arguments("tiny", *words)[1][0]
     assert model.execution.low_precision == ed.LowPrecision(mode="int8", weights=("*.mlp.*",))
 
 
 @pytest.mark.slow
-def test_replicated_weights_above_the_tolerance_are_refused(here):
-    here("llama3-8b", "--mesh", "tensor=8", "--batch-size", 8)
+def test_replicated_weights_above_the_tolerance_are_refused(planned_arguments):
+    planned_arguments("llama3-8b", "--mesh", "tensor=8", "--batch-size", 8)
     with refused(ed.ConfigError, "replicated_tolerance=0.0", "Layout.tensor=8"):
         program.plan(parse(["llama3-8b", "--mesh", "tensor=8", "--batch-size", "8", "--replicated-tolerance", "0"]))
 
 
-def test_context_and_pipeline_flags_are_planned(here):
+def test_context_and_pipeline_flags_are_planned(planned_arguments):
     words = ("--context-order", "zigzag", "--context-form", "all_to_all", "--pipeline.microbatches", 4)
-    model = here("tiny", "--mesh", "context=2", "stage=2", "data=2", "--batch-size", 8, *words)[1][0]
+    model = planned_arguments("tiny", "--mesh", "context=2", "stage=2", "data=2", "--batch-size", 8, *words)[1][0]
     execution = model.execution
     assert (execution.context_order, execution.context_form) == ("zigzag", "all_to_all")
     assert execution.pipeline is not None and execution.pipeline.microbatches == 4
@@ -124,9 +124,9 @@ def test_steps_exceed_the_warmup_of_the_planned_run():
 
 
 @pytest.mark.slow
-def test_model_flags_are_planned(here, tmp_path):
+def test_model_flags_are_planned(planned_arguments, tmp_path):
     def config(*words):
-        return here(*words, "--batch-size", 8, "--xla-flags", "none")[1][0]
+        return planned_arguments(*words, "--batch-size", 8, "--xla-flags", "none")[1][0]
 
     assert len(config("tiny", "--set", "num_layers=2").config.blocks) == 2
     assert config("tiny", "--mtp-depths", 1).config.mtp.num_depths == 1
@@ -135,7 +135,7 @@ def test_model_flags_are_planned(here, tmp_path):
     assert config("any", "--model-config", file).config == config("gpt3-52k").config
     other = config("tiny", "--dtype", "bfloat16", "--params-dtype", "bfloat16", "--attention", "dot").execution
     assert (other.attention, other.precision.params, other.precision.compute) == ("dot", "bfloat16", "bfloat16")
-    assert here("tiny", "--batch-size", 8, "--xla-flags", "none")[1][3]["options"] == {}
+    assert planned_arguments("tiny", "--batch-size", 8, "--xla-flags", "none")[1][3]["options"] == {}
 
 
 def test_both_spellings_of_a_mesh():
@@ -147,8 +147,8 @@ def test_both_spellings_of_a_mesh():
 
 
 @pytest.mark.slow
-def test_a_search_compiles_the_best_meshes_with_remat_until_they_fit(monkeypatch):
-    """Without remat no mesh fits."""
+def test_search_compiles_the_best_meshes_with_remat_until_they_fit(monkeypatch):
+    """No mesh fits without remat."""
     chip = {chip.name: chip for chip in CHIPS}["v5p"]
     places = tuple((0, (i,), 0) for i in range(8))
     monkeypatch.setattr(program, "tpu_devices", lambda topology, slices: jax.devices())
@@ -171,7 +171,7 @@ def test_a_search_compiles_the_best_meshes_with_remat_until_they_fit(monkeypatch
     best, plan, _, execution = program.search(config, lines.append)
     assert [remat is None for _, remat in made] == [True, False, True, False]
     assert best.remat == "minimal_with_context"
-    assert plan.roofline.networks == {"fsdp": 9 / 4}  # the last was the fastest
+    assert plan.roofline.networks == {"fsdp": 9 / 4}  # the last mesh is the fastest
     assert execution.layout.sizes == made[-1][0] and made[0][0] != made[-1][0]
     assert_names(lines[0], "2")
     assert len(lines) == 5
@@ -182,21 +182,21 @@ def test_invalid_arguments_are_refused():
     assert_names(call("plan", "tiny", "--batch-size", "0", code=2)[1], "--batch-size=0")
 
 
-# --- options of XLA ---
+# --- XLA options ---
 
 
-def test_every_option_has_a_reason_and_known_chips():
+def test_every_xla_option_has_a_reason_and_known_chips():
     names = {chip.name for chip in CHIPS}
     assert all(option.reason and option.source and set(option.chips) <= names for option in OPTIONS)
     for chip in (*names, None):
         mine = [option.name for option in OPTIONS if not option.chips or chip in option.chips]
         assert len(mine) == len(set(mine)) == len(options(chip))
     assert options(None).items() <= options("v5p").items() and "xla_enable_async_all_gather" in options("v5p")
-    wrong = ("offload_reduce_scatter", "offload_all_reduce")  # losses were reported to be wrong with them
+    wrong = ("offload_reduce_scatter", "offload_all_reduce")  # wrong losses were reported with these options
     assert not [option.name for option in OPTIONS if option.name.endswith(wrong)]
 
 
-def test_options_that_users_have_set_are_kept(monkeypatch):
+def test_user_xla_options_take_precedence(monkeypatch):
     monkeypatch.setattr("eqx_decoders.cli.xla_flags.find_spec", lambda name: name)
     own = {"LIBTPU_INIT_ARGS": "--xla_enable_async_all_gather=false --a=1", "TPU_ACCELERATOR_TYPE": "v5p-8"}
     own["XLA_FLAGS"] = "--xla_tpu_overlap_compute_collective_tc=false"
@@ -207,7 +207,7 @@ def test_options_that_users_have_set_are_kept(monkeypatch):
     words = own["LIBTPU_INIT_ARGS"].split()
     assert words[:2] == ["--xla_enable_async_all_gather=false", "--a=1"]
     assert words[2:] == [f"--{name}={value}" for name, value in added.items()]
-    assert set_options("auto", own) == {}  # once
+    assert set_options("auto", own) == {}  # options are set only once
     for other in ({"JAX_PLATFORMS": "cpu"}, {"JAX_PLATFORMS": "cuda,cpu"}):
         assert set_options("auto", other) == {} and "LIBTPU_INIT_ARGS" not in other
     own = {}
@@ -217,8 +217,8 @@ def test_options_that_users_have_set_are_kept(monkeypatch):
 
 
 @pytest.mark.slow
-def test_train_sets_options_before_jax_starts(monkeypatch, tmp_path):
-    """Not with `--xla-flags none`."""
+def test_train_sets_xla_options_before_jax_starts(monkeypatch, tmp_path):
+    """With `--xla-flags none`, no options are set."""
     from eqx_decoders.cli import train
 
     seen = []
@@ -233,12 +233,12 @@ def test_train_sets_options_before_jax_starts(monkeypatch, tmp_path):
     "name, chip",
     [("v5p-128", "v5p"), ("v5litepod-16", "v5e"), ("v6e-8", "v6e"), ("v4-8", "v4"), ("tpu7x-8", "v7x"), ("v99", None)],
 )
-def test_generation_from_the_environment(name, chip, tmp_path):
+def test_tpu_generation_from_the_environment(name, chip, tmp_path):
     for variable in ("TPU_ACCELERATOR_TYPE", "ACCELERATOR_TYPE"):
         assert generation({variable: name}, tmp_path) == chip
 
 
-def test_generation_from_the_pci_bus(tmp_path):
+def test_tpu_generation_from_the_pci_bus(tmp_path):
     assert generation({}, tmp_path / "nothing") is None
     for name, vendor, device in (("0", "0x8086", "0x0062"), ("1", "0x1ae0", "0x9999"), ("2", "0x1ae0", "0x006f")):
         (tmp_path / name).mkdir()
@@ -254,8 +254,8 @@ TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", sorted(TOPOLOGIES))
-def test_programs_compile_with_the_options_of_their_chip(chip):
-    """Each option alone, and all together, with layers whose weights are gathered."""
+def test_programs_compile_with_the_xla_options_of_their_chip(chip):
+    """Programs with FSDP layers compile with each single option and with all options."""
     pytest.importorskip("libtpu")
     devices = program.tpu_devices(TOPOLOGIES[chip])
     machine = Machine.of(devices)
@@ -277,7 +277,7 @@ def test_programs_compile_with_the_options_of_their_chip(chip):
 
 
 def plan_of(*words: object, code: int = 0) -> dict:
-    """Return the plan of a step on four v5p, as data."""
+    """Return the plan of a step on four v5p chips, as JSON data."""
     pytest.importorskip("libtpu")
     common = ("--topology", "v5p:2x2x1", "--mesh", "data=1", "fsdp=2", "tensor=2", "--remat", "save_qkv_proj", "--json")
     return json.loads(run("plan.py", *words, *common, code=code)[0])
@@ -299,13 +299,13 @@ def check_sums(data: dict, count: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_small_model_is_planned():
+def test_small_model_is_planned():
     check_sums(plan_of("tiny", "--batch-size", 8, "--seq-len", 256), ed.count_parameters(ed.get_config("tiny")))
 
 
 @pytest.mark.slow
 def test_llama_1b_is_planned():
-    """Gathers of all weights of the layers in bf16, forward and again, are known bytes."""
+    """The bytes of the weight all-gathers (bfloat16, in the forward pass and again with remat) are known."""
     data = plan_of("llama3.2-1b", "--batch-size", 8, "--seq-len", 2048)
     check_sums(data, ed.count_parameters(ed.get_config("llama3.2-1b")))
     if data["collectives"] is not None:
@@ -316,7 +316,7 @@ def test_llama_1b_is_planned():
 
 
 @pytest.mark.slow
-def test_a_plan_until_memory_is_assigned_equals_that_of_the_full_compilation():
+def test_plan_until_buffer_assignment_equals_full_compilation():
     words = ("tiny", "--batch-size", 8, "--seq-len", 256)
     whole, early = plan_of(*words), plan_of(*words, "--until", "memory")
     assert early["compile_seconds"] < whole["compile_seconds"]
@@ -328,17 +328,17 @@ def test_a_plan_until_memory_is_assigned_equals_that_of_the_full_compilation():
 
 
 @pytest.mark.slow
-def test_a_step_that_does_not_fit_is_reported():
+def test_step_that_does_not_fit_is_reported():
     pytest.importorskip("libtpu")
     words = ("llama3-8b", "--topology", "v5e:2x2", "--mesh.data", 1, "--mesh.fsdp", 4, "--set", "num_layers=2")
     out, _ = run("plan.py", *words, "--batch-size", 64, "--seq-len", 8192, code=1)
     assert_names(out, "does not fit", "GB")
 
 
-# --- steps of decoding ---
+# --- decoding steps ---
 
 
-def test_flags_become_a_plan_of_decoding(here, monkeypatch):
+def test_flags_become_a_decoding_plan(planned_arguments, monkeypatch):
     asked = []
     result = Mock(spec=DecodingPlan, seconds=1.0, memory=types.SimpleNamespace(fits=True))
     monkeypatch.setattr(program, "plan_decoding", lambda *given, **options: asked.append((*given, options)) or result)
@@ -363,6 +363,6 @@ def test_flags_become_a_plan_of_decoding(here, monkeypatch):
         pytest.param(("--decoding", "--images", "1"), "images=1", id="images"),
     ],
 )
-def test_flags_that_do_not_fit_decoding_are_refused(words, named):
+def test_training_flags_are_refused_for_decoding_plans(words, named):
     with refused(ed.ConfigError, named, "decoding"):
         parse(["tiny", *words])

@@ -1,4 +1,4 @@
-"""Layers and models of users in a Python file, `--plugin`, in every program: the example of layers/README.md."""
+"""Test `--plugin` (a Python file with custom layers and models) in every program, with the layers/README.md example."""
 
 import re
 from unittest import mock
@@ -21,7 +21,7 @@ from tests.errors import assert_names, refused
 
 
 def plugin_source() -> str:
-    """The layers of the README, and its MODELS, without the lines that use the model."""
+    """Return the layers and MODELS of the README example, without the lines that use the model."""
     readme = (ROOT / "eqx_decoders" / "layers" / "README.md").read_text()
     (example,) = (block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "ShortConvolution" in block)
     (models,) = re.findall(r"```text\n(MODELS = .*?)```", readme, re.S)
@@ -29,7 +29,7 @@ def plugin_source() -> str:
 
 
 def options(folder, **more) -> list[str]:
-    """Flags of a training run; `more` has further flags without `--`."""
+    """Return the flags of a training run. `more`: additional flags without `--`."""
     settings = dict(plugin=folder / "my_layers.py", run_dir=folder / "run", data=folder / "data", steps=2)
     settings |= dict(seq_len=32, batch_size=2, checkpoint_every=1, **more)
     return flags({"--" + name.replace("_", "-"): value for name, value in settings.items()})
@@ -37,7 +37,7 @@ def options(folder, **more) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a plugin, data, and a run of two steps."""
+    """Return a folder with a plugin, data, and a run of two steps."""
     folder = tmp_path_factory.mktemp("plugin")
     write_corpus(folder / "data", count=2)
     (folder / "my_layers.py").write_text(plugin_source())
@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_a_model_of_a_plugin_is_resumed_sampled_and_adapted(folder):
+def test_plugin_model_is_resumed_sampled_and_adapted(folder):
     call("train", *options(folder), "--steps", 3)
     assert [row["step"] for row in steps_of(folder / "run")] == [1, 2, 3]
     call("generate", "--plugin", folder / "my_layers.py", "--run-dir", folder / "run", "--prompt", "the")
@@ -55,7 +55,7 @@ def test_a_model_of_a_plugin_is_resumed_sampled_and_adapted(folder):
     assert len(steps_of(folder / "adapter")) == 2
 
 
-def test_a_model_of_a_plugin_is_planned_quantized_and_served(folder):
+def test_plugin_model_is_planned_quantized_and_served(folder):
     with mock.patch.dict(registry._REGISTERED_MODELS):
         load_plugin(str(folder / "my_layers.py"))
         settings = PlanConfig(model="my-model", batch_size=2, seq_len=16, xla_flags="none")
@@ -71,7 +71,7 @@ def test_a_model_of_a_plugin_is_planned_quantized_and_served(folder):
         assert list(engine.run([request])[0]) == new[0].tolist()
 
 
-def test_a_run_whose_layers_are_not_defined_is_refused(folder):
+def test_run_with_undefined_layers_is_refused(folder):
     text = (folder / "run" / "model.json").read_text()
     assert "ShortConvolutionConfig" in text
     with refused(ed.ConfigError, "class='LongConvolutionConfig'", "ShortConvolutionConfig", "--plugin"):
@@ -94,5 +94,5 @@ def test_plugins_that_define_nothing_or_fail_are_refused(tmp_path):
         file.write_text(text)
         _, err = call("generate", "--plugin", file, "--prompt", "x", code=2)
         assert_names(err, *named)
-    config = ed.get_config("tiny")  # a refused class does not replace the library's
+    config = ed.get_config("tiny")  # a refused class does not replace the library's class
     assert ed.DecoderConfig.from_json(config.to_json()) == config

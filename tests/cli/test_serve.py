@@ -1,4 +1,4 @@
-"""The serve program: settings and errors; tests/serving/test_served_models.py serves models."""
+"""Test the settings and errors of the serve program. tests/serving/test_served_models.py serves models."""
 
 import dataclasses
 import logging
@@ -32,8 +32,8 @@ def text():
 
 
 @dataclasses.dataclass
-class Asked:
-    """The arguments with which the program would have served."""
+class ServedArguments:
+    """Arguments that the program passes to the server."""
 
     engine: Any = None
     api: ApiConfig | None = None
@@ -53,9 +53,9 @@ class Asked:
 
 
 @pytest.fixture
-def asked(monkeypatch, text):
-    """Nothing is loaded, compiled or served."""
-    found = Asked()
+def served_arguments(monkeypatch, text):
+    """Replace loading, compilation and serving with fakes that record their arguments."""
+    found = ServedArguments()
 
     class Engine(serve.Engine):
         def __init__(self, model, config):
@@ -94,7 +94,7 @@ def asked(monkeypatch, text):
 
 LOG = logging.getLogger("eqx_decoders.serving")
 ONE_AHEAD = MTPDrafter(num_tokens=1)
-# Flags, and what comes of them.
+# Flags, and their effect.
 EFFECTS = {
     "model": (["--model", "x"], lambda found: found.loaded.model == found.api.name == "x"),
     "run_dir": (["--run-dir", "x"], lambda found: found.loaded.run_dir == found.api.name == "x"),
@@ -158,30 +158,30 @@ EFFECTS = {
 
 
 @pytest.mark.parametrize("name", EFFECTS)
-def test_every_setting_has_its_effect(asked, name):
+def test_every_setting_takes_effect(served_arguments, name):
     flags, effect = EFFECTS[name]
     out, _ = call("serve", *([] if name == "port" else ["--port", 0]), *flags)
-    assert effect(asked)
-    assert_names(out, asked.api.name, f"http://127.0.0.1:{asked.address[1]}")
+    assert effect(served_arguments)
+    assert_names(out, served_arguments.api.name, f"http://127.0.0.1:{asked.address[1]}")
 
 
 @pytest.mark.slow(fast=("keep",))
 @pytest.mark.parametrize("kind, bits", [("keep", None), ("int8", 8)], ids=["keep", "int8"])
-def test_matrices_are_quantized(kind, bits):
+def test_quantize_flag_quantizes_matrices(kind, bits):
     found = serve.load(serve.ServeConfig(model=str(CHAT), quantize=kind)).model
     weights = quantized_weights(found)
     assert bool(weights) == (bits is not None)
     assert all(8 * node.values.dtype.itemsize == bits for node in weights.values())
 
 
-def test_the_default_of_limit_concurrency_follows_from_the_queue(asked):
+def test_default_of_limit_concurrency_depends_on_the_queue(served_arguments):
     call("serve", "--port", 0)
-    assert asked.server_config.limit_concurrency == 1032  # 1024 in the queue, and 8 in the batch
+    assert served_arguments.server_config.limit_concurrency == 1032  # 1024 queued requests, and 8 in the batch
     call("serve", "--port", 0, "--max-waiting", "4000", "--max-batch-size", "2")
-    assert asked.server_config.limit_concurrency == 4002
+    assert served_arguments.server_config.limit_concurrency == 4002
 
 
-def test_the_limit_of_open_files_is_raised(asked):
+def test_limit_of_open_files_is_raised(served_arguments):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1000), hard))
@@ -191,26 +191,26 @@ def test_the_limit_of_open_files_is_raised(asked):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_the_group_size_is_reported(capsys):
+def test_quantization_group_size_is_reported(capsys):
     serve.load(serve.ServeConfig(model=str(CHAT), quantize="int4", group_size=8))
     assert_names(capsys.readouterr().err, "--quantize int4", "8")
 
 
-def test_names_of_special_tokens_in_messages_are_text(asked):
+def test_names_of_special_tokens_in_messages_are_text(served_arguments):
     call("serve", "--port", 0)
-    assert "<|end|>" in asked.language.chat.literal
+    assert "<|end|>" in served_arguments.language.chat.literal
 
 
-def test_api_keys_are_read_from_the_environment(asked, monkeypatch):
+def test_api_keys_are_read_from_the_environment(served_arguments, monkeypatch):
     monkeypatch.setenv(serve.KEYS, " one, two,")
     call("serve", "--port", 0, "--api-key", "zero")
-    assert asked.api.api_keys == ("zero", "one", "two")
+    assert served_arguments.api.api_keys == ("zero", "one", "two")
 
 
-def test_published_sampling_settings_are_the_defaults(asked):
+def test_published_sampling_settings_are_the_defaults(served_arguments):
     call("serve", "--port", 0)
-    assert (asked.api.defaults.temperature, asked.api.defaults.top_p) == (0.6, 0.9)
-    assert asked.api.vocab_size == 320
+    assert (served_arguments.api.defaults.temperature, served_arguments.api.defaults.top_p) == (0.6, 0.9)
+    assert served_arguments.api.vocab_size == 320
 
 
 @pytest.mark.slow(fast=("run and model", "step", "large port", "negative port"))
@@ -257,7 +257,7 @@ def test_exit_code_is_1_if_the_last_engine_step_hangs(monkeypatch, capsys):
     assert ended.value.code == 1 and capsys.readouterr().err
 
 
-def test_a_port_in_use_is_refused():
+def test_port_in_use_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         _, err = call("serve", "--model", CHAT, "--port", port, code=2)
@@ -265,7 +265,7 @@ def test_a_port_in_use_is_refused():
 
 
 @pytest.mark.parametrize("package", ["tyro", "uvicorn"])
-def test_a_missing_package_is_named(monkeypatch, package):
+def test_missing_package_is_named(monkeypatch, package):
     known = util.find_spec
     monkeypatch.setattr(util, "find_spec", lambda name: None if name == package else known(name))
     _, err = call("serve", "--model", CHAT, "--port", 0, code=1)

@@ -1,4 +1,4 @@
-"""Two processes of two CPU devices each export, import and sample a sharded model as one process does."""
+"""Test that two processes export, import and sample a sharded model like one process."""
 
 import json
 
@@ -20,8 +20,8 @@ from tests.errors import assert_names
 pytestmark = pytest.mark.slow
 
 
-PIECE = 3000  # bytes: less than a layer's matrix, or the table
-# Each process: (folder, arguments of the training program as JSON).
+PIECE = 3000  # bytes; smaller than the matrix of a layer and than the embedding table
+# Arguments of a process: folder, arguments of the training program as JSON.
 WORKER = f"""
 import io, json, os, pathlib, sys
 from unittest import mock
@@ -63,7 +63,7 @@ with connected(60), mock.patch.multiple(gather_module, PIECE_BYTES={PIECE}, gath
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Run the two processes and return their folder."""
+    """Run two processes and return their folder."""
     folder = tmp_path_factory.mktemp("two")
     sizes = (
         "num_layers=3",
@@ -99,14 +99,14 @@ def folder(tmp_path_factory):
 
 
 def same_files(one, other) -> None:
-    """Byte for byte."""
+    """Assert that files are equal byte by byte."""
     assert {path.name for path in one.iterdir()} == {path.name for path in other.iterdir()}
     for path in one.iterdir():
         assert path.read_bytes() == (other / path.name).read_bytes(), path
 
 
-def test_exports_of_two_processes_equal_those_of_one(folder):
-    """At the end of the run, and of its checkpoint on another mesh; merged, and the adapter."""
+def test_exports_of_two_processes_equal_one_process(folder):
+    """Cases: exports at the end of the run and of its checkpoint on another mesh; merged weights and adapters."""
     call("convert", "export", folder / "run", folder / "one" / "merged")
     same_files(folder / "two" / "merged", folder / "one" / "merged")
     same_files(folder / "again" / "merged", folder / "one" / "merged")
@@ -117,15 +117,15 @@ def test_exports_of_two_processes_equal_those_of_one(folder):
     assert any(np.any(leaf) for name, leaf in named_leaves(model).items() if name.endswith("lora_b"))
 
 
-def test_only_pieces_are_replicated(folder):
-    """Neither a layer nor the table is ever on all devices."""
+def test_no_full_weight_is_replicated(folder):
+    """Neither the weights of a layer nor the embedding table are ever replicated on all devices."""
     layer = 4 * 32 * 48
     for number in (0, 1):
         sizes = np.asarray(json.loads((folder / f"sizes{number}.json").read_text()))
         assert len(sizes) > 30 and sizes[:, 0].max() <= PIECE < layer and sizes[:, 1].max() < 2 * layer
 
 
-def test_two_processes_load_the_same_weights_as_one(folder):
+def test_two_processes_load_equal_weights(folder):
     call("convert", "export", folder / "imported", folder / "back" / "merged")
     one, other = (named_leaves(ed.load_hf(folder / name / "merged")) for name in ("two", "back"))
     assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)

@@ -1,4 +1,4 @@
-"""Conversations: text, ids and targets equal those of transformers; unsafe templates are refused."""
+"""Test conversations: text, ids and targets equal those of transformers; unsafe templates are refused."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def tokenizer():
 
 
 def template_of(name: str, marked: bool = False) -> ChatTemplate:
-    """One of the formats; `marked` turns the comments at generation blocks into the blocks."""
+    """Return the template of a format. With `marked`, comments at generation blocks become the blocks."""
     source = (FOLDER / f"{name}.jinja").read_text()
     if marked:
         for word in ("generation", "endgeneration"):
@@ -59,8 +59,8 @@ def document(*roles: str, first: int = 0, **variables) -> Document:
     return Document("a.jsonl:1", chat=ChatDocument(messages, first, variables))
 
 
-def written(template: ChatTemplate | str, *documents: Document) -> list[list[str]]:
-    """The targets of each document."""
+def targets_of_documents(template: ChatTemplate | str, *documents: Document) -> list[list[str]]:
+    """Return the targets of each document."""
     template = ChatTemplate(source=template) if isinstance(template, str) else template
     found = render_documents(iter(documents), template)
     return [[(one.text or "")[start:stop] for start, stop in one.spans or ()] for one in found]
@@ -69,10 +69,10 @@ def written(template: ChatTemplate | str, *documents: Document) -> list[list[str
 @pytest.mark.slow(fast=("llama3-plain",))
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_ids_and_targets_are_those_of_transformers(name, marked, tokenizer, tmp_path):
-    """In the store and in batches."""
+def test_ids_and_targets_equal_those_of_transformers(name, marked, tokenizer, tmp_path):
+    """This holds for the store and for batches."""
     expected = {chat: want for chat, want in RECORDED["templates"][name]["chats"].items() if want is not None}
-    if name == "gemma3":  # its template omits tool calls
+    if name == "gemma3":  # the template omits tool calls
         expected = {
             chat: want for chat, want in expected.items() if "tool_calls" not in str(RECORDED["conversations"][chat])
         }
@@ -105,11 +105,11 @@ def test_ids_and_targets_are_those_of_transformers(name, marked, tokenizer, tmp_
 
 
 def test_reasoning_of_earlier_turns_is_removed():
-    """The text is one rendering of the conversation. Reasoning of the last turn is a target."""
+    """The conversation is rendered as a single text. Reasoning of the last turn is a target."""
     chat = RECORDED["conversations"]["thoughts beside"]
-    found = written(template_of("qwen3"), Document("x", chat=ChatDocument(chat["messages"])))
+    found = targets_of_documents(template_of("qwen3"), Document("x", chat=ChatDocument(chat["messages"])))
     assert found == [["4<|im_end|>\n", "<think>\nhm\n\nwell\n</think>\n\n6<|im_end|>\n"]]
-    found = written(template_of("gpt_oss"), Document("x", chat=ChatDocument(chat["messages"])))
+    found = targets_of_documents(template_of("gpt_oss"), Document("x", chat=ChatDocument(chat["messages"])))
     last = "<|channel|>analysis<|message|>hm\n\nwell<|end|><|start|>assistant<|channel|>final<|message|>6<|return|>"
     assert found == [["<|channel|>final<|message|>4<|end|>", last]]
 
@@ -120,7 +120,7 @@ def test_only_completions_are_targets(marked):
     talk = document("user", "assistant", "user", "assistant", "user", "assistant")
     for first, want in ((0, [1, 3, 5]), (2, [3, 5]), (4, [5]), (5, [5])):
         chat = talk._replace(chat=talk.chat._replace(first=first))
-        found = written(template_of("llama3", marked), chat)
+        found = targets_of_documents(template_of("llama3", marked), chat)
         assert found == [[f"assistant {number}<|eot_id|>" for number in want]], first
 
 
@@ -136,7 +136,7 @@ def test_conversations_and_texts_stay_in_order(monkeypatch):
 def test_headers_may_depend_on_variables():
     """With enable_thinking=False the generation prompt is longer than the header, and splits the last span."""
     talk = document("user", "assistant", "user", "assistant", enable_thinking=False)
-    assert written(template_of("qwen3"), talk, document("user", "assistant")) == [
+    assert targets_of_documents(template_of("qwen3"), talk, document("user", "assistant")) == [
         ["assistant 1<|im_end|>\n", "<think>\n\n</think>\n\n", "assistant 3<|im_end|>\n"],
         ["<think>\n\n</think>\n\nassistant 1<|im_end|>\n"],
     ]
@@ -166,31 +166,31 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_of_templates(name):
     talks = document("user", "assistant", "user", "assistant"), document("assistant", "user", "assistant")
-    # The last answer is split where the prompt at inference ends: no token crosses this position.
+    # The last answer is split where the generation prompt ends; no token crosses this position.
     is_split = name == "thoughts asked for"
-    assert written(FORMS[name], *talks) == [
+    assert targets_of_documents(FORMS[name], *talks) == [
         ["assistant 1</s>", *(("as", "sistant 3</s>") if is_split else ("assistant 3</s>",))],
         ["assistant 0</s>", *(("as", "sistant 2</s>") if is_split else ("assistant 2</s>",))],
     ]
 
 
-def test_a_header_ends_where_generation_prompts_and_answers_differ():
+def test_header_ends_where_generation_prompt_and_answer_differ():
     source = "{% for m in messages %}<{{ m.role }}>{{ '+1' if m.role == 'assistant' }}{{ m.content }}</s>{% endfor %}"
     source += "{% if add_generation_prompt %}<assistant>-1{% endif %}"
-    assert written(source, document("user", "assistant")) == [["+1assistant 1</s>"]]
+    assert targets_of_documents(source, document("user", "assistant")) == [["+1assistant 1</s>"]]
 
 
-def test_headers_are_found_once_for_all_tools(monkeypatch):
+def test_headers_are_detected_once_for_all_tools(monkeypatch):
     rendered, real = [], ChatTemplate.render_many
     monkeypatch.setattr(ChatTemplate, "render_many", lambda self, many: rendered.append(len(many)) or real(self, many))
     talks = [document("user", "assistant", tools=[{"name": str(number)}]) for number in range(5)]
-    assert len(written(CHATML, *talks)) == 5 and rendered == [3 + 5 + 5]
+    assert len(targets_of_documents(CHATML, *talks)) == 5 and rendered == [3 + 5 + 5]
 
 
 LOOP = "{% for m in messages %}"
 REQUEST = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 COLLECTED = "{% set x = namespace(t='') %}" + LOOP + "{% set x.t = x.t ~ '<|' ~ m.role ~ '|>' ~ m.content ~ '</s>' %}"
-# Forms of published templates (DeepSeek's and Reka's, Nemotron's, and Gemma 4's) with their targets.
+# Published templates (DeepSeek, Reka, Nemotron and Gemma 4) with the expected targets.
 BY_REQUEST = {
     "collected first": (COLLECTED + "{% endfor %}{{ x.t }}" + REQUEST, ["assistant 1</s>", "assistant 3</s>"]),
     "by number": (
@@ -224,11 +224,11 @@ BY_REQUEST = {
 
 @pytest.mark.slow(fast=("by number",))
 @pytest.mark.parametrize("name", BY_REQUEST)
-def test_turns_are_found_by_generation_prompts(name):
+def test_turns_are_located_by_generation_prompts(name):
     source, learned = BY_REQUEST[name]
     talk = document("user", "assistant", "tool", "assistant")
-    assert written(source, talk, talk) == [learned, learned]
-    assert written(source, talk._replace(chat=talk.chat._replace(first=2))) == [learned[1:]]
+    assert targets_of_documents(source, talk, talk) == [learned, learned]
+    assert targets_of_documents(source, talk._replace(chat=talk.chat._replace(first=2))) == [learned[1:]]
 
 
 @pytest.mark.slow
@@ -237,7 +237,7 @@ def test_the_number_of_renderings_per_turn_is_bounded(monkeypatch):
     monkeypatch.setattr(ChatTemplate, "render_many", lambda self, many: rendered.append(len(many)) or real(self, many))
     monkeypatch.setattr(chats_module, "MAX_CHARACTERS_PER_CHUNK", 300)
     source, learned = BY_REQUEST["by number"]
-    assert written(source, *[document("user", "assistant", "tool", "assistant")] * 3) == [learned] * 3
+    assert targets_of_documents(source, *[document("user", "assistant", "tool", "assistant")] * 3) == [learned] * 3
     assert max(rendered) == 6
 
 
@@ -252,21 +252,21 @@ def calling(**message) -> Document:
 
 
 @pytest.mark.slow
-def test_calls_that_a_template_omits_are_refused():
-    """As the templates of SmolLM and Granite do."""
+def test_tool_calls_that_a_template_omits_are_refused():
+    """The templates of SmolLM and Granite omit tool calls."""
     source = "{{ tools | tojson }}" + LOOP + "<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}" + REQUEST
-    assert written(source, document("user", "assistant")) == [["assistant 1</s>"]]
+    assert targets_of_documents(source, document("user", "assistant")) == [["assistant 1</s>"]]
     with refused(DataError, "a.jsonl:1", "'weather'"):
-        written(source, calling(content=""))
+        targets_of_documents(source, calling(content=""))
     named = source.replace(
         "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
     )
-    assert written(named, calling(content="")) == [["weather</s>", "assistant 3</s>"]]
+    assert targets_of_documents(named, calling(content="")) == [["weather</s>", "assistant 3</s>"]]
     marked = LOOP + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
     marked += "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endif %}{% endfor %}"
     with refused(DataError, "a.jsonl:1", "calls"):
-        written(marked, calling(content="x"))
-    assert written(marked, calling(content="x")._replace(chat=calling(content="x").chat._replace(first=2)))
+        targets_of_documents(marked, calling(content="x"))
+    assert targets_of_documents(marked, calling(content="x")._replace(chat=calling(content="x").chat._replace(first=2)))
 
 
 def test_headers_of_conversations_with_different_variables():
@@ -274,7 +274,7 @@ def test_headers_of_conversations_with_different_variables():
     source += "<|{{ m.role }}|>{{ end if m.role == 'assistant' }}{{ m.content }}</s>{% endfor %}"
     source += "{% if add_generation_prompt %}<|assistant|>{{ end }}{% endif %}"
     talks = [document("user", "assistant", enable_thinking=thinks) for thinks in (True, False, True)]
-    assert written(source, *talks) == [["assistant 1</s>"]] * 3
+    assert targets_of_documents(source, *talks) == [["assistant 1</s>"]] * 3
 
 
 TWO_SOURCES = ChatTemplate(
@@ -293,7 +293,7 @@ def test_chats_with_and_without_tools_have_separate_sources_and_headers():
     assert [each.text[slice(*each.spans[0])] for each in found] == ["assistant 1</s>"] * 40
 
 
-def test_messages_that_a_template_omits_are_noted_or_refused():
+def test_messages_that_a_template_omits_are_reported_or_refused():
     source = "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
     source += "{% if add_generation_prompt %}<assistant>{% endif %}"
     report = ReadReport()
@@ -303,7 +303,7 @@ def test_messages_that_a_template_omits_are_noted_or_refused():
     assert all(any(role in note for note in report.notes) for role in ("'system'", "'tool'"))
     messages = [{"role": role, "content": "Q"} for role in ("narrator", "user", "assistant")]
     with refused(DataError, "narrator"):
-        written(source, Document("a.jsonl:1", chat=ChatDocument(messages)))
+        targets_of_documents(source, Document("a.jsonl:1", chat=ChatDocument(messages)))
     merged = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ messages[0].content if loop.first }}"
     merged += "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     report = ReadReport()
@@ -311,7 +311,7 @@ def test_messages_that_a_template_omits_are_noted_or_refused():
     assert not any("'system'" in note for note in report.notes)
 
 
-def test_reasoning_and_tools_that_a_template_omits_are_noted():
+def test_reasoning_and_tools_that_a_template_omits_are_reported():
     messages = [
         {"role": "user", "content": "question"},
         {"role": "assistant", "content": "answer", "reasoning_content": "long thoughts"},
@@ -334,7 +334,7 @@ def test_reasoning_and_tools_that_a_template_omits_are_noted():
     assert not report.notes
 
 
-def test_text_of_a_call_that_a_template_omits_is_noted():
+def test_text_of_a_call_that_a_template_omits_is_reported():
     source = "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% else %}"
     source += "{{ m.content }}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     for content, notes in ((None, {}), ("let me look", {TEXT_OMITTED: 1})):
@@ -364,10 +364,10 @@ UNSAFE = {
 
 @pytest.mark.slow(fast=("twice", "marks that hold nothing"))
 @pytest.mark.parametrize("name", UNSAFE)
-def test_turns_whose_spans_are_unknown_are_refused(name):
+def test_turns_with_unknown_spans_are_refused(name):
     talk = document("user", "assistant", "tool", "assistant")
     with refused(DataError, "a.jsonl:1", "assistant"):
-        written(UNSAFE[name], talk)
+        targets_of_documents(UNSAFE[name], talk)
 
 
 def test_errors_name_the_record():
@@ -375,25 +375,28 @@ def test_errors_name_the_record():
     rule = "{% if messages | length == 1 and '@' not in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
     picky = CHATML + rule
     with refused(DataError, "b.jsonl:7", "TemplateError"):
-        written(picky, good, bad)
+        targets_of_documents(picky, good, bad)
     wrong = bad._replace(chat=ChatDocument([{"role": "user", "content": 3}]))
     with refused(DataError, "b.jsonl:7: messages[0]: content='3'"):
-        written(CHATML, good, wrong)
+        targets_of_documents(CHATML, good, wrong)
     with refused(DataError, "a.jsonl:1", "--init-from"):
         list(render_documents(iter([good]), None))
 
 
 def test_conversations_without_an_assistant_message_are_dropped():
-    assert len(written(CHATML, document("user"), document("user", "assistant"), document("user", "system"))) == 1
+    assert (
+        len(targets_of_documents(CHATML, document("user"), document("user", "assistant"), document("user", "system")))
+        == 1
+    )
 
 
-def test_the_limit_on_characters_is_per_conversation():
+def test_character_limit_is_per_conversation():
     chats = [
         [{"role": "user", "content": "q"}, {"role": "assistant", "content": f"a {number}"}] for number in range(12)
     ]
     documents = [Document("x", chat=ChatDocument(messages)) for messages in chats]
-    found = written("{{ 'x' * 1_000_000 }}" + CHATML, *documents)
-    assert found == written(CHATML, *documents) and found[11][0].startswith("a 11")
+    found = targets_of_documents("{{ 'x' * 1_000_000 }}" + CHATML, *documents)
+    assert found == targets_of_documents(CHATML, *documents) and found[11][0].startswith("a 11")
 
 
 @pytest.mark.slow(fast=("time",))
@@ -418,7 +421,7 @@ def test_hostile_templates_are_refused(source, name, monkeypatch, tmp_path):
     assert str(caught.value).isprintable() and not (tmp_path / "s" / "manifest.json").exists()
 
 
-def test_characters_of_several_tokens(tokenizer):
+def test_characters_with_several_tokens(tokenizer):
     """Only the first token of a span's last character is a target, as in transformers."""
     ((ids, mask),) = encode_spans(tokenizer, ["ab🦊cd🦊ef"], [[(2, 4), (5, 6)]])
     assert len(ids) == 14 and np.flatnonzero(mask).tolist() == [2, 3, 4, 5, 6, 8]
@@ -427,7 +430,7 @@ def test_characters_of_several_tokens(tokenizer):
 
 
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
-def test_empty_answers_are_no_targets(marked):
+def test_empty_answers_are_not_targets(marked):
     answer = "{% generation %}{{ m.content }}<|end|>{% endgeneration %}" if marked else "{{ m.content }}<|end|>"
     source = "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}" + answer
     source += "{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"

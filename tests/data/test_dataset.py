@@ -1,4 +1,4 @@
-"""Batches: nothing lost, nothing twice, exact resume, the same for any number of processes, every target once."""
+"""Test batches: every token occurs once, resuming is exact, and any number of processes gives equal batches."""
 
 import collections
 import itertools
@@ -28,8 +28,8 @@ SEQ_LEN, BATCH = 16, 4
 FIELDS = ("tokens", "segment_ids", "positions", "loss_mask")
 
 
-class Numbers:
-    """Encodes texts of numbers as these numbers, so that all tokens of a corpus may differ. 0 separates documents."""
+class NumberTokenizer:
+    """Tokenizer that encodes texts of numbers as token ids. Id 0 separates documents."""
 
     vocab_size, bos_id, eos_id, content_hash = 10_000, 0, 0, "numbers"
 
@@ -48,7 +48,7 @@ class Numbers:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Documents of 1 to 70 tokens around every edge of 16, with the tokens 1, 2, 3, … without repetition."""
+    """Return documents of 1 to 70 tokens, with sizes near multiples of 16. Token ids 1, 2, 3, … do not repeat."""
     folder = tmp_path_factory.mktemp("corpus")
     sizes = [1, 2, 12, 13, 14, 15, 16, 17, 18, 29, 30, 31, 70, 3, 3, 45, 1, 64, 5, 8, 9, 33, 27, 1]
     numbers = itertools.count(1)
@@ -66,7 +66,7 @@ def make(corpus):
         settings = {"batch_size": BATCH, "seq_len": SEQ_LEN, "seed": 7, **settings}
         paths = {"path": str(corpus / "train.jsonl"), "held_out_path": str(corpus / "held_out.jsonl")}
         config = DataConfig(**{**paths, **settings})
-        made.append(make_dataset(config, Numbers(), folder=corpus / "cache", split=split, rows=share))
+        made.append(make_dataset(config, NumberTokenizer(), folder=corpus / "cache", split=split, rows=share))
         return made[-1]
 
     yield build
@@ -79,11 +79,11 @@ def take(batches, count):
 
 
 def rows(batches):
-    """One dictionary of arrays for each row."""
+    """Return a dictionary of arrays for each row."""
     return [{name: getattr(batch, name)[i] for name in FIELDS} for batch in batches for i in range(len(batch.tokens))]
 
 
-def equal(left, right):
+def assert_equal_batches(left, right):
     assert len(left) == len(right)
     for one, other in zip(left, right, strict=True):
         for name in FIELDS:
@@ -96,7 +96,7 @@ def used(row):
 
 @pytest.mark.slow(fast=("unpacked",))
 @pytest.mark.parametrize("pack", [True, False], ids=["packed", "unpacked"])
-def test_an_epoch_has_every_token(make, pack):
+def test_epoch_contains_every_token(make, pack):
     batches = make(pack=pack)
     epoch = batches.rows_per_epoch
     assert epoch % BATCH, "the test wants a batch across the end of an epoch"
@@ -131,7 +131,7 @@ def test_segments_positions_and_mask(make, split, pack):
             assert_array_equal(row["positions"][here], np.arange(here.sum()))
             assert_array_equal(row["loss_mask"][here], np.arange(here.sum()) > 0)
             inner = row["tokens"][here]
-            inner = inner[inner > 0]  # a piece of one document: consecutive numbers
+            inner = inner[inner > 0]  # a piece of a document has consecutive ids
             assert_array_equal(inner, np.arange(len(inner)) + (inner[0] if len(inner) else 0))
     assert most > 1 if pack else most == 1
 
@@ -143,7 +143,7 @@ def test_every_token_is_a_target_once(make, split, pack, seq_len):
     batches = make(split, pack=pack, seq_len=seq_len)
     found = rows(take(batches, -(-batches.rows_per_epoch // BATCH)))[: batches.rows_per_epoch]
     targets = collections.Counter()
-    for row in found:  # as the loss sees them: next tokens of the same segment
+    for row in found:  # targets of the loss: next tokens in the same segment
         same = (row["segment_ids"][1:] == row["segment_ids"][:-1]) & (row["segment_ids"][1:] > 0)
         assert_array_equal(same, row["loss_mask"][1:])
         targets.update(row["tokens"][1:][same].tolist())
@@ -160,7 +160,7 @@ def test_held_out_batches_are_one_epoch(make):
     assert all(batch.tokens.shape == (BATCH, SEQ_LEN) for batch in found)
     assert not found[-1].segment_ids[batches.rows_per_epoch % BATCH :].any()
     assert list(batches) == []
-    equal(list(batches.rewind()), found)
+    assert_equal_batches(list(batches.rewind()), found)
 
 
 def test_packing_wastes_only_the_last_row(make):
@@ -184,18 +184,18 @@ def test_resume_is_exact_everywhere(make, split, pack):
         next(resumed)
         resumed.set_state(states[point])
         assert resumed.get_state() == states[point]
-        equal(take(resumed, min(5, total - point)), found[point : point + 5])
+        assert_equal_batches(take(resumed, min(5, total - point)), found[point : point + 5])
         if split == "held_out" and point + 5 >= total:
             assert list(resumed) == []
 
 
-def test_resume_goes_backwards_and_after_close(make):
+def test_state_can_be_set_backwards_and_after_close(make):
     batches = make()
     state, first = batches.get_state(), take(batches, 3)
     batches.set_state(state)
-    equal(take(batches, 2), first[:2])
+    assert_equal_batches(take(batches, 2), first[:2])
     batches.close()
-    equal([next(batches)], first[2:])
+    assert_equal_batches([next(batches)], first[2:])
 
 
 def test_resume_with_other_batches(make):
@@ -210,29 +210,29 @@ def test_resume_with_other_batches(make):
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
 @pytest.mark.parametrize("share", [[0, 1], [2], [0, 3], [3, 1, 2]], ids=["01", "2", "03", "312"])
-def test_a_process_gets_its_rows_of_the_same_global_batches(make, split, share):
+def test_processes_get_their_rows_of_the_global_batch(make, split, share):
     alone = make(split)
     whole = take(alone, alone.rows_per_epoch // BATCH + 1)
     rows = [Batch(**{name: getattr(batch, name)[share] for name in FIELDS}) for batch in whole]
-    equal(take(make(split, share), len(whole)), rows)
+    assert_equal_batches(take(make(split, share), len(whole)), rows)
 
 
-def test_seeds_give_other_orders(make):
+def test_seeds_give_different_orders(make):
     one, other = rows(take(make(seed=1), 2)), rows(take(make(seed=2), 2))
     assert [row["tokens"].tolist() for row in one] != [row["tokens"].tolist() for row in other]
 
 
 @pytest.mark.parametrize("name, value", [("seed", 8), ("seq_len", 8), ("pack", False), ("split", "held_out")])
-def test_states_of_other_data_are_refused(make, name, value):
+def test_state_of_other_data_is_refused(make, name, value):
     state = make().get_state()
     with refused(DataError, name, state[name], value):
         make(**{name: value}).set_state(state)
 
 
-def test_states_of_other_text_are_refused(make, corpus, tmp_path):
+def test_state_of_other_text_is_refused(make, corpus, tmp_path):
     config = DataConfig(path=str(corpus / "held_out.jsonl"), batch_size=BATCH, seq_len=SEQ_LEN, seed=7)
     state = make().get_state()
-    with make_dataset(config, Numbers(), folder=tmp_path) as other, refused(DataError, "data", state["data"]):
+    with make_dataset(config, NumberTokenizer(), folder=tmp_path) as other, refused(DataError, "data", state["data"]):
         other.set_state(state)
 
 
@@ -249,12 +249,12 @@ def test_states_of_other_text_are_refused(make, corpus, tmp_path):
         pytest.param({"split": "heldout"}, ["'heldout'", "'held_out'"], id="split"),
     ],
 )
-def test_bad_settings_are_refused(make, settings, names):
+def test_invalid_settings_are_refused(make, settings, names):
     with refused(ConfigError, *names):
         make(**settings)
 
 
-def test_an_empty_split_is_refused(tmp_path):
+def test_empty_split_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("only one document")
     config = DataConfig(path=str(tmp_path / "one.txt"))
     with refused(DataError, "'held_out'", "--held-out"):
@@ -274,7 +274,7 @@ def test_bytes_and_gzip_of_the_held_out_text(make, corpus):
     assert_allclose(counts.gzip_nats_per_byte, gzip.nats_per_byte(), rtol=1e-12)
 
 
-def test_texts_for_the_tokenizer_are_not_held_out(corpus):
+def test_tokenizer_training_texts_exclude_held_out_documents(corpus):
     config = DataConfig(path=str(corpus / "train.jsonl"), held_out_fraction=0.3)
     texts = [json.loads(line)["text"] for line in (corpus / "train.jsonl").read_text().splitlines()]
     seen = list(training_texts(config))
@@ -284,7 +284,7 @@ def test_texts_for_the_tokenizer_are_not_held_out(corpus):
     assert list(training_texts(own)) == texts
 
 
-def test_reading_threads_end(make):
+def test_reader_threads_stop_after_close(make):
     batches = make()
     next(batches)
     batches.close()
@@ -294,8 +294,8 @@ def test_reading_threads_end(make):
     assert not any(one.name.startswith("batches") for one in threading.enumerate())
 
 
-def test_a_batch_that_failed_is_made_again(make, monkeypatch):
-    """Also the batches after it, which were made in advance."""
+def test_failed_batch_is_retried(make, monkeypatch):
+    """Prefetched batches after the failed batch are also retried."""
     want = [batch.tokens for batch in itertools.islice(make(), 4)]
     batches, real, rows = make(), Batches._fill, []
 
@@ -314,7 +314,7 @@ def test_a_batch_that_failed_is_made_again(make, monkeypatch):
         assert_array_equal(one, other)
 
 
-def test_texts_for_the_tokenizer_are_those_of_the_training_split(tmp_path):
+def test_tokenizer_training_texts_equal_the_training_split(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"text {i}"}) for i in range(40)))
     config, tokenizer = DataConfig(path=str(tmp_path / "a.jsonl"), held_out_fraction=0.2), ByteTokenizer()
     with make_dataset(config, tokenizer, folder=tmp_path / "cache") as batches:
@@ -332,7 +332,7 @@ TALK = ChatTemplate(source="{% for m in messages %}{{ m.content }} {% endfor %}"
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
-    """Conversations of 2 to 50 different numbers in turns of any length, with a few pairs and texts."""
+    """Return conversations of 2 to 50 different tokens, in turns of any length, and a few pairs and texts."""
     folder, numbers, generator = tmp_path_factory.mktemp("chats"), itertools.count(1), random.Random(0)
     records = []
     for size in [2, 3, 15, 16, 17, 30, 31, 32, 50, 8, 8, 8, 5, 4, 12, 13, 14, 2, 9, 10]:
@@ -355,7 +355,7 @@ def make_chats(chats):
         settings = {"batch_size": BATCH, "seq_len": SEQ_LEN, "seed": 7, "held_out_fraction": 0.3, **settings}
         config = DataConfig(path=str(chats / "a.jsonl"), **settings)
         cache = chats / f"cache {config.held_out_fraction}"
-        made.append(make_dataset(config, Numbers(), folder=cache, split=split, template=TALK, rows=share))
+        made.append(make_dataset(config, NumberTokenizer(), folder=cache, split=split, template=TALK, rows=share))
         return made[-1]
 
     yield build
@@ -364,7 +364,7 @@ def make_chats(chats):
 
 
 def targets_of(found):
-    """How often each token is a target of the loss."""
+    """Return how often each token is a target of the loss."""
     seen = collections.Counter()
     for row in found:
         same = (row["segment_ids"][1:] == row["segment_ids"][:-1]) & (row["segment_ids"][1:] > 0)
@@ -376,7 +376,7 @@ def targets_of(found):
 @pytest.mark.slow(fast=("5-train-True",))
 @pytest.mark.parametrize("split, pack", list(itertools.product(["train", "held_out"], [True, False])))
 @pytest.mark.parametrize("seq_len", [5, 16, 64])
-def test_every_target_of_a_conversation_counts_once_an_epoch(make_chats, split, pack, seq_len):
+def test_conversation_targets_occur_once_per_epoch(make_chats, split, pack, seq_len):
     batches = make_chats(split, pack=pack, seq_len=seq_len, batch_size=1)
     store, epoch = batches.store, batches.rows_per_epoch
     want = collections.Counter()
@@ -389,7 +389,7 @@ def test_every_target_of_a_conversation_counts_once_an_epoch(make_chats, split, 
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
-def test_a_conversation_that_fits_is_never_cut(make_chats, split):
+def test_conversation_that_fits_is_never_split(make_chats, split):
     batches = make_chats(split)
     found, whole = rows(take(batches, -(-batches.rows_per_epoch // BATCH))), collections.Counter()
     for row in found[: batches.rows_per_epoch]:
@@ -405,7 +405,7 @@ def test_a_conversation_that_fits_is_never_cut(make_chats, split):
     assert cut > 0 and max(int(row["segment_ids"].max()) for row in found) > 1
 
 
-def test_conversations_are_resumed_at_any_row(make_chats):
+def test_conversations_resume_exactly_at_any_row(make_chats):
     straight = rows(take(make_chats(batch_size=1), 40))
     for point in (1, 7, 23):
         first = make_chats(batch_size=1)

@@ -74,7 +74,7 @@ def test_no_end_of_turn_tokens_without_a_template_or_added_tokens():
     ],
     ids=["after-generation", "in-generation", "end", "no-end"],
 )
-def test_answers_without_an_end_are_counted(answer, count, tmp_path):
+def test_answers_without_an_end_of_turn_token_are_counted(answer, count, tmp_path):
     source = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{% if m.role == 'user' %}{{ m.content }}<|end|>"
     source += f"{{% else %}}{answer}{{% endif %}}{{% endfor %}}"
     source += "{% if add_generation_prompt %}<|start|>assistant<|message|>{% endif %}"

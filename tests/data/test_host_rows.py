@@ -1,4 +1,4 @@
-"""Two real processes, two CPU devices each: they share batches, agree, and end together; the first one writes."""
+"""Test training with two processes with two CPU devices each: batches, losses, errors, and resuming."""
 
 import json
 import re
@@ -28,7 +28,7 @@ from tests.encoders.directories import save_image, vision_directory
 from tests.errors import assert_names, refused
 
 
-# Each process: (folder, arguments of the training program as JSON).
+# Arguments of a process: folder, arguments of the training program as JSON.
 COMMON = """
 import gc, json, os, pathlib, sys, time
 from unittest import mock
@@ -134,7 +134,7 @@ with connected(60), no_renames(), mock.patch("eqx_decoders.training.run.loop.plo
 
 
 def launch(folder, options, worker=None, each=({}, {}), **settings):
-    """Start two processes of `worker`, by default the training program. `each`: further options of each process."""
+    """Start two processes of `worker`, by default the training program. `each`: additional options per process."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -178,8 +178,8 @@ def settings(folder):
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """The folder in which two processes have trained, the options of their runs, and their output."""
+def trained_by_two_processes(tmp_path_factory):
+    """Return the folder in which two processes have trained, the options of the runs, and the output."""
     folder = tmp_path_factory.mktemp("two")
     options = settings(folder)
     both = launch(folder, options, worker=WORKER)
@@ -189,19 +189,19 @@ def two(tmp_path_factory):
     return folder, options, outputs
 
 
-def test_every_process_places_the_rows_of_its_devices(two):
+def test_processes_place_the_rows_of_their_devices(trained_by_two_processes):
     total = sum(range(48))
     for number in (0, 1):
-        found = json.loads((two[0] / f"rows{number}.json").read_text())
+        found = json.loads((trained_by_two_processes[0] / f"rows{number}.json").read_text())
         half, whole = list(range(4 * number, 4 * number + 4)), list(range(8))
         scattered = [0, 1, 4, 5] if number == 0 else [2, 3, 6, 7]
         assert [held for held, _ in found.values()] == [half, half, whole, half, whole, scattered]
         assert {sums for _, sums in found.values()} == {total}
 
 
-def test_a_run_of_two_processes_equals_that_of_one(two):
+def test_two_processes_equal_one_process(trained_by_two_processes):
     """Only the first process writes metrics and prints results and samples."""
-    folder, options, outputs = two
+    folder, options, outputs = trained_by_two_processes
     _, alone_err = call("train", "--run-dir", folder / "alone", *flags(options))
     rows, alone = (steps_of(folder / name)[:3] for name in ("steps", "alone"))
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -218,7 +218,7 @@ def test_a_run_of_two_processes_equals_that_of_one(two):
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-    """The folder of a run that two processes stop and resume, and their output."""
+    """Return the folder of a run that two processes stop and resume, and the output."""
     folder = tmp_path_factory.mktemp("resumed")
     both = launch(folder, settings(folder), worker=RESUMING)
     outputs = finish(both, 400)
@@ -227,7 +227,7 @@ def resumed(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_process_stops_both_after_the_same_step(resumed):
+def test_signal_to_one_process_stops_both_after_the_same_step(resumed):
     folder, outputs = resumed
     for output in outputs:
         assert_names(output, "saved at step 2")
@@ -235,7 +235,7 @@ def test_a_signal_to_one_process_stops_both_after_the_same_step(resumed):
 
 
 @pytest.mark.slow
-def test_processes_resume_at_a_step_that_all_can_read(resumed):
+def test_processes_resume_at_a_step_that_all_processes_can_read(resumed):
     folder, outputs = resumed
     for output in outputs:
         assert len(re.findall(r"resum\w*\D*2\b", output)) == 2
@@ -245,16 +245,16 @@ def test_processes_resume_at_a_step_that_all_can_read(resumed):
     assert {step for step in "234" if (steps / step / COMMITTED).exists()} == {"2", "4"}
 
 
-def test_an_error_in_one_process_ends_both_with_its_exit_code(two):
-    folder, _, outputs = two
+def test_error_in_one_process_stops_both_with_its_exit_code(trained_by_two_processes):
+    folder, _, outputs = trained_by_two_processes
     found = {path.name for path in (folder / "steps" / "checkpoints").iterdir() if path.name.isdecimal()}
-    assert found in ({"2", "3"}, {"2", "3", "4"})  # the last was being written as the error came
+    assert found in ({"2", "3"}, {"2", "3", "4"})  # the last checkpoint was being written when the error was raised
     assert_names(outputs[1], "error: row 32 is torn")
     assert_names(outputs[0], "error: process 1 (", "row 32 is torn")
 
 
 @pytest.mark.slow
-def test_processes_train_on_images_of_other_sizes_and_numbers(tmp_path):
+def test_processes_train_on_images_of_different_sizes_and_counts(tmp_path):
     """The losses equal those of one process. Some rows have no images."""
     model, images = vision_directory(tmp_path / "model"), tmp_path / "images"
     images.mkdir()
@@ -322,15 +322,16 @@ def test_processes_that_hang_or_do_not_respond_are_named(monkeypatch):
             seen,
         )
 
-    # All processes are at the same point.
-    assert after(0, 4, 4, 4) is None and after(processes.BARRIER_TIMEOUT + 1, 4, 4, 4) is None
+    assert (
+        after(0, 4, 4, 4) is None and after(processes.BARRIER_TIMEOUT + 1, 4, 4, 4) is None
+    )  # all processes are at the same point
     assert after(1, 7, 5, 7) is None and after(processes.BARRIER_TIMEOUT, 7, 5, 7) is None
-    assert after(1, 8, 5, 8) is None  # others still move
+    assert after(1, 8, 5, 8) is None  # other processes still make progress
     assert after(processes.BARRIER_TIMEOUT, 8, 5, 8) is None
     found = after(1, 8, 5, 8)
     assert found["hanging"] == [1]
     assert_names(found["text"], "process 1 (host1, pid 1)", "30m")
-    assert after(1, 8, 5, 8, busy=1) is None  # in a task that takes time
+    assert after(1, 8, 5, 8, busy=1) is None  # the process is in a long task
     assert after(1, 8, 6, 8) is None
     after(1, 9, 9, 9, silent=(2,))
     assert after(processes.HEARTBEAT_TIMEOUT, 9, 9, 9, silent=(2,)) is None
@@ -349,7 +350,7 @@ sys.exit(train.main(["--distributed", *json.loads(sys.argv[2])]))
 
 
 @pytest.mark.slow
-def test_a_start_that_fails_in_another_process_leaves_nothing_behind(tmp_path):
+def test_failed_start_of_another_process_leaves_no_files(tmp_path):
     run = tmp_path / "run"
     both = launch(tmp_path, settings(tmp_path) | {"--run-dir": run}, worker=IMPATIENT, each=({}, {"--seq-len": 32}))
     outputs = finish(both, 100)
@@ -368,7 +369,7 @@ def test_a_start_that_fails_in_another_process_leaves_nothing_behind(tmp_path):
         pytest.param({}, VARIABLES, id="none"),
     ],
 )
-def test_without_a_cluster_all_environment_variables_are_needed(variables, names, monkeypatch):
+def test_missing_environment_variables_of_a_cluster_are_named(variables, names, monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -379,7 +380,7 @@ def test_without_a_cluster_all_environment_variables_are_needed(variables, names
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_ends_the_other_and_both_resume(victim, tmp_path):
+def test_killed_process_stops_the_other_and_both_resume(victim, tmp_path):
     options = settings(tmp_path) | {"--run-dir": tmp_path / "run", "--steps": 400, "--eval-every": 0}
     both = launch(tmp_path, options)
     while len(steps_of(tmp_path / "run") if (tmp_path / "run" / "metrics.jsonl").exists() else []) < 5:
@@ -396,7 +397,7 @@ def test_a_killed_process_ends_the_other_and_both_resume(victim, tmp_path):
     assert [row["step"] for row in steps_of(tmp_path / "run")] == list(range(1, saved + 4))
 
 
-def test_one_process_has_all_rows():
+def test_single_process_has_all_rows():
     layout = Layout.create(data=4, tensor=2)
     assert host_rows(layout, 8) == host_rows(Layout(), 8) == range(8)
     tokens = np.arange(16, dtype=np.int32).reshape(8, 2)

@@ -1,4 +1,4 @@
-"""Mixtures: weights and names of paths, and an order that keeps every source within one sequence of its share."""
+"""Test mixtures: weights and names of paths, and an order in which sources follow their weights at any point."""
 
 import collections
 from fractions import Fraction
@@ -14,11 +14,11 @@ from tests.errors import refused
 @pytest.mark.slow
 @given(weights=st.lists(st.integers(1, 30), min_size=1, max_size=7))
 @settings(max_examples=60)
-def test_each_source_has_its_share_within_one_row(weights):
+def test_source_counts_differ_from_their_share_by_at_most_one_row(weights):
     mixture, taken = Mixture.of_weights([Fraction(weight) for weight in weights]), [0] * len(weights)
     for row in range(2 * sum(weights) + 3):
         source, number = mixture.find(row)
-        assert number == taken[source]  # in order
+        assert number == taken[source]  # rows of a source are in order
         taken[source] += 1
         assert mixture.count(row + 1) == taken
         for count, weight in zip(taken, weights, strict=True):
@@ -27,7 +27,7 @@ def test_each_source_has_its_share_within_one_row(weights):
     assert [mixture.find(far + row)[0] for row in range(9)] == [mixture.find(row)[0] for row in range(9)]
 
 
-def test_orders_do_not_change_between_versions():
+def test_mixture_order_is_stable():
     assert [Mixture.of_weights([Fraction("0.7"), Fraction("0.3")]).find(row)[0] for row in range(10)] == TWO
     assert [Mixture.of_weights([Fraction(1), Fraction(1), Fraction(4)]).find(row)[0] for row in range(6)] == THREE
 
@@ -37,8 +37,8 @@ THREE = [2, 2, 0, 2, 1, 2]
 
 
 @pytest.mark.slow
-def test_any_weights_have_an_order():
-    """Weights with more digits are rounded to five."""
+def test_arbitrary_weights_have_an_order():
+    """Weights are rounded to five digits."""
     mixture = Mixture.of_weights([Fraction("0.123456789"), Fraction("0.876543211"), Fraction("1e-12")])
     assert sum(mixture.per_period) == 100_001 and mixture.per_period[2] == 1
     counts = collections.Counter(mixture.find(row)[0] for row in range(100_001))
@@ -47,14 +47,14 @@ def test_any_weights_have_an_order():
 
 
 @pytest.mark.slow
-def test_a_mixture_of_parts_keeps_them():
-    """Also if their sum is larger than that of any weights, because of rounding."""
+def test_integer_parts_are_preserved():
+    """This also holds if rounding makes the sum of the parts larger than the sum for any weights."""
     mixture = Mixture.of_weights([Fraction("0.123456789"), Fraction("0.876543211"), Fraction("1e-12")])
     again = Mixture(mixture.per_period)
     assert again.per_period == mixture.per_period and again.find(99_999) == mixture.find(99_999)
 
 
-def test_urls_that_end_in_a_number():
+def test_urls_that_end_with_a_number():
     for plain in ("https://h/a.jsonl?v=2", ("https://h/a?x=y&part=03", "s3://b/c")):
         assert find_mixture(plain) == ()
     found = find_mixture(("https://h/a.jsonl?v=2=3", "s3://b/year=2024=1", "gs://b/web/=2", "gs://b/x=0.5", "gs://c=7"))
@@ -79,7 +79,7 @@ def test_weights_follow_paths_and_names_come_from_paths(tmp_path, monkeypatch):
     assert [one.path for one in find_mixture("a=b=2")] == ["a=b"]
 
 
-def test_existing_paths_have_no_weight_or_name(tmp_path, monkeypatch):
+def test_existing_paths_are_not_parsed_as_weights_or_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "year=2024").mkdir()
     (tmp_path / "year=2024" / "a.txt").write_text("x")
@@ -109,6 +109,6 @@ def test_names_of_held_out_sets():
         pytest.param(find_sets, ("x=a", "b"), ["--held-out (DataConfig.held_out_path)", "'b'"], id="no-name"),
     ],
 )
-def test_bad_mixtures_and_sets_are_refused(find, paths, names):
+def test_invalid_mixtures_and_sets_are_refused(find, paths, names):
     with refused(ConfigError, *names):
         find(paths)

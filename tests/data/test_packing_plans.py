@@ -1,4 +1,4 @@
-"""Plans of an epoch: every token of every document stands somewhere, and orders are fixed by their seed."""
+"""Test packing plans of an epoch: every token is included, and orders depend only on the seed."""
 
 import collections
 import itertools
@@ -20,7 +20,7 @@ SIZES = st.lists(st.integers(2, 40), min_size=1, max_size=12)
 @pytest.mark.parametrize("plan, overlap", [(plan_packed, 0), (plan_padded, 1), (plan_overlapping, 1)])
 @given(sizes=SIZES, seq_len=st.integers(2, 20))
 @settings(max_examples=60, deadline=None)
-def test_plans_tile_every_document(plan, overlap, sizes, seq_len):
+def test_plans_cover_every_document(plan, overlap, sizes, seq_len):
     found = plan(np.arange(len(sizes)) + 100, np.array(sizes), seq_len)
     room = collections.Counter()
     next_start = dict.fromkeys(range(100, 100 + len(sizes)), 0)
@@ -37,7 +37,7 @@ def test_plans_tile_every_document(plan, overlap, sizes, seq_len):
         assert all(room[place] >= seq_len - 1 for place in range(len(room) - 1))
 
 
-def test_permutations_do_not_change_between_versions():
+def test_permutations_are_stable():
     assert permutation(8, "0/0/rows").tolist() == [1, 2, 6, 5, 3, 0, 7, 4]
     assert sorted(permutation(1000, "x")) == list(range(1000))
     assert permutation(1000, "x").tolist() != permutation(1000, "y").tolist()
@@ -47,7 +47,7 @@ def test_permutations_do_not_change_between_versions():
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=40), seq_len=st.integers(2, 20), seed=st.integers(0, 9))
 @settings(max_examples=80, deadline=None)
-def test_whole_documents_are_fitted_into_rows(sizes, seq_len, seed):
+def test_documents_are_packed_into_rows_without_splitting(sizes, seq_len, seed):
     order = permutation(len(sizes), str(seed))
     plan = plan_whole(order + 100, np.array(sizes)[order], seq_len)
     pieces = [list(plan.pieces(place)) for place in range(len(plan.order))]
@@ -70,8 +70,8 @@ def test_whole_documents_are_fitted_into_rows(sizes, seq_len, seed):
 
 @given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=40))
 @settings(max_examples=60, deadline=None)
-def test_each_document_goes_into_the_fullest_row_that_has_room(sizes):
-    """As best-fit decreasing does for one document at a time."""
+def test_packing_is_best_fit_decreasing(sizes):
+    """The reference implementation places a single document at a time."""
     plan, rooms = plan_whole(np.arange(len(sizes)), np.array(sizes), 20), []
     for size in sorted(sizes, reverse=True):
         best = min((room for room in rooms if room >= size), default=20)
@@ -83,7 +83,7 @@ def test_each_document_goes_into_the_fullest_row_that_has_room(sizes):
 
 
 @pytest.mark.slow
-def test_a_million_documents_are_fitted_in_seconds():
+def test_million_documents_are_packed_in_seconds():
     sizes = np.clip(np.random.default_rng(0).lognormal(6, 0.9, 1_000_000), 2, 8000).astype(np.int64)
     begun = time.process_time()
     plan = plan_whole(np.arange(len(sizes)), sizes, 2048)

@@ -1,4 +1,4 @@
-"""Preferences: pairs and labeled answers from records, and their packed batches."""
+"""Test preferences: pairs and labeled answers from records, and their packed batches."""
 
 import collections
 import gzip
@@ -57,7 +57,7 @@ def batches_of(examples, rows: int, /, **options) -> PreferenceBatches:
 
 
 def answers_of(batch) -> dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...], float, float]]:
-    """The prompt, answer, label and weight by row and number, after checks of what must hold in any batch."""
+    """Check the invariants of a batch. Returns prompt, answer, label and weight by row and completion number."""
     signals, answers = batch.signals, {}
     assert batch.contiguous and batch.loss_mask.tolist() == (signals.completion_ids > 0).tolist()
     for row, numbers in enumerate(signals.completion_ids):
@@ -84,7 +84,7 @@ def answers_of(batch) -> dict[tuple[int, int], tuple[tuple[int, ...], tuple[int,
 
 @pytest.mark.slow(fast=("qwen3",))
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
-def test_tokens_are_those_of_conversations_and_of_the_request(name, tokenizer, tmp_path):
+def test_tokens_equal_those_of_conversations_and_requests(name, tokenizer, tmp_path):
     prompt = [{"role": "user", "content": "What is the answer?"}, GOOD, {"role": "user", "content": "and then?"}]
     template, answers = template_of(name), [{"role": "assistant", "content": text} for text in ("the fox", "sea")]
     path = write(tmp_path / "a.jsonl", {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]})
@@ -120,7 +120,7 @@ def test_formats_of_a_pair_are_equivalent(tmp_path):
     assert len(found.examples) == len(records) and found.paired and not any(found.dropped.values())
 
 
-def test_texts_get_the_begin_and_the_end_of_documents_once(tokenizer, tmp_path):
+def test_texts_get_bos_and_eos_once(tokenizer, tmp_path):
     path = write(tmp_path / "a.jsonl", {"prompt": "ab ", "chosen": "c", "rejected": ""}, pair_of(random.Random(0)))
     found = read_pairs(path, BYTES, seq_len=64)
     assert found.dropped == {"identical": 0, "empty": 1, "excluded": 0, "too_long": 0}
@@ -156,7 +156,7 @@ def test_files_of_all_kinds_are_read(tmp_path):
 
 TEXTS = {"prompt": "a", "chosen": "b", "rejected": "c"}
 IMAGE = {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
-MALFORMED = {  # the second record of a file, and what the error names
+MALFORMED = {  # the second record of a file, and names in the error message
     "json": ("{", ["JSON"]),
     "list": ([1], ["list"]),
     "no rejected": ({"prompt": "a", "chosen": "b"}, ["'rejected'"]),
@@ -184,7 +184,7 @@ def test_malformed_records_are_refused(name, tmp_path):
 
 
 @pytest.mark.parametrize("label, name", [({"label": "yes"}, "label='yes'"), ({}, "'label'")], ids=["text", "missing"])
-def test_bad_labels_are_refused(label, name, tmp_path):
+def test_invalid_labels_are_refused(label, name, tmp_path):
     path = write(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"} | label)
     with refused(DataError, "a.jsonl:1", name):
         read_labeled_completions(path, BYTES, seq_len=64)
@@ -205,14 +205,14 @@ def test_texts_and_conversations_without_a_usable_template_are_refused(tmp_path)
 @pytest.mark.slow
 def test_dropped_pairs_are_counted(tmp_path):
     trims = ChatTemplate(source=CHATML.replace("m.content", "m.content | trim"))
-    chat = {"prompt": [USER], "chosen": "same", "rejected": "same "}  # equal once they are written
+    chat = {"prompt": [USER], "chosen": "same", "rejected": "same "}  # equal after rendering
     empty = {"prompt": [USER], "chosen": "b", "rejected": " \n"}
-    long = [TEXTS | {"chosen": "b" * size} for size in (5, 6)]  # with the other answer 12 tokens, and 13
+    long = [TEXTS | {"chosen": "b" * size} for size in (5, 6)]  # 12 and 13 tokens, including the other answer
     records = [TEXTS | {"chosen": "c"}, TEXTS | {"rejected": ""}, *long, chat, empty, TEXTS]
     path = write(tmp_path / "a.jsonl", *records)
     found = read_pairs(path, BYTES, seq_len=12, template=trims)
     assert found.dropped == {"identical": 2, "empty": 2, "excluded": 0, "too_long": 1} and len(found.examples) == 2
-    # pairs, tokens, tokens of answers, and dropped pairs by reason
+    # numbers of pairs, tokens and answer tokens, and dropped pairs by reason
     assert re.findall(r"\d+", found.describe()) == ["2", "20", "12", "2", "2", "1"]
     assert_names(found.describe(), "warning: 2 pairs")
     with refused(DataError, "7 pairs", "--seq-len 4"):
@@ -225,7 +225,7 @@ def test_dropped_pairs_are_counted(tmp_path):
         read_pairs(write(tmp_path / "b.jsonl"), BYTES, seq_len=4)
 
 
-def test_changes_of_a_template_are_reported(tmp_path):
+def test_template_deviations_are_reported(tmp_path):
     """The template omits the system message, starts reasoning in the prompt, and has no end of turn."""
     tokenizer = load_tokenizer(FOLDER / "tokenizer.json")
     source = CHATML.replace("in messages", "in messages if m.role != 'system'").replace("<|end|>", "\n")
@@ -241,7 +241,7 @@ def test_changes_of_a_template_are_reported(tmp_path):
 
 
 def epoch_of(batches: PreferenceBatches) -> list:
-    """The pairs, or answers with labels, of each batch of an epoch."""
+    """Return the pairs, or labelled answers, of each batch of an epoch."""
     passes = []
     for batch in batches:
         answers = answers_of(batch)
@@ -254,8 +254,8 @@ def epoch_of(batches: PreferenceBatches) -> list:
     return passes
 
 
-def test_packed_batches_have_every_pair_once(tmp_path):
-    """For any number of rows and pairs per row; both answers are in one row."""
+def test_packed_batches_contain_every_pair_once(tmp_path):
+    """This holds for any number of rows and pairs per row. Both answers of a pair are in one row."""
     examples = preferences(tmp_path, 40)
     wanted = collections.Counter(
         tuple((tuple(one.prompt.tolist()), tuple(one.tokens[one.start :].tolist())) for one in example.completions)
@@ -271,7 +271,7 @@ def test_packed_batches_have_every_pair_once(tmp_path):
     assert sizes[0] > sizes[3] and sizes[4] == 1 and sizes[1] == 10
 
 
-def test_each_epoch_has_every_pair_once_in_another_order(tmp_path):
+def test_epochs_contain_every_pair_once_in_different_orders(tmp_path):
     examples = preferences(tmp_path, 11)
     batches, pairs = batches_of(examples, 2, examples_per_row=2), []
     while batches.epochs < 3:
@@ -283,7 +283,7 @@ def test_each_epoch_has_every_pair_once_in_another_order(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [pair_of, labeled_of])
-def test_a_resumed_iterator_is_exact(kind, tmp_path):
+def test_iterator_resumes_exactly(kind, tmp_path):
     examples = preferences(tmp_path, 17, kind=kind)
     unbroken = batches_of(examples, 3)
     for _ in range(5):
@@ -312,8 +312,8 @@ def test_a_resumed_iterator_is_exact(kind, tmp_path):
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
-def test_labeled_answers_come_with_answers_to_other_prompts(count, tmp_path):
-    """Each prompt is combined with the answer of the next example."""
+def test_kto_batches_contain_answers_to_other_prompts(count, tmp_path):
+    """Each prompt is combined with the answer of the next example, for KTO's KL estimate."""
     examples = preferences(tmp_path, count, kind=labeled_of)
     batches = batches_of(examples, 4 * count, split="held_out")
     (batch,) = batches
@@ -333,8 +333,8 @@ def test_labeled_answers_come_with_answers_to_other_prompts(count, tmp_path):
 
 
 @pytest.mark.parametrize("rows, most", [(1, 16), (2, 3), (5, 16)])
-def test_all_labeled_answers_and_their_counterparts_fit(rows, most, tmp_path):
-    """An answer without room for its counterparts starts the next batch."""
+def test_labeled_answers_and_mismatched_answers_fit_into_batches(rows, most, tmp_path):
+    """An answer starts the next batch if its mismatched answers do not fit."""
     examples, count = preferences(tmp_path, 60, seq_len=27, kind=labeled_of), 0
     for batch in batches_of(examples, rows, examples_per_row=most, split="held_out"):
         answers = answers_of(batch)
@@ -345,9 +345,9 @@ def test_all_labeled_answers_and_their_counterparts_fit(rows, most, tmp_path):
     assert count == 60
 
 
-def test_an_answer_to_the_same_prompt_or_too_long_is_no_counterpart(tmp_path):
+def test_mismatched_answers_need_another_prompt_and_must_fit(tmp_path):
     one = {"prompt": "a", "completion": "b", "label": True}
-    long = [one | {"prompt": "a" * 10}, one | {"completion": "b" * 10}]  # 11 + 11 tokens together
+    long = [one | {"prompt": "a" * 10}, one | {"completion": "b" * 10}]  # 11 + 11 tokens combined
     for records, others in (([one], 0), ([one, one | {"completion": "c"}], 0), (long, 1)):
         path = write(tmp_path / "a.jsonl", *records)
         (batch,) = batches_of(read_labeled_completions(path, BYTES, seq_len=16), 4, split="held_out")

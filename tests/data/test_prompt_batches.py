@@ -1,4 +1,4 @@
-"""Prompts as tokens, and their batches."""
+"""Test tokenized prompts and their batches."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def test_texts_and_conversations(file):
     assert re.search(r"\b1\b.*\b40\b", found.describe())
 
 
-def test_tasks_are_any_objects(tmp_path):
+def test_tasks_may_be_any_json_objects(tmp_path):
     tasks = read_tasks(str(write(tmp_path / "tasks.jsonl", {"number": 3}, {"prompt": "a"})))
     assert tasks.prompts == [(0, (), {"number": 3}), (1, (), {"prompt": "a"})] and tasks.describe() == "2 tasks"
     with refused(DataError, "bad.jsonl:1"):
@@ -66,7 +66,7 @@ def test_tasks_are_any_objects(tmp_path):
         pytest.param({"prompt": "x" * 60}, ["40 tokens", "--seq-len"], id="long"),
     ],
 )
-def test_bad_records(tmp_path, row, names):
+def test_invalid_prompt_records_are_refused(tmp_path, row, names):
     with refused(DataError, *names):
         read(write(tmp_path / "bad.jsonl", row))
 
@@ -87,25 +87,25 @@ def test_messages_and_tools_that_a_template_omits_are_reported(tmp_path):
         read(write(tmp_path / "b.jsonl", {"prompt": [{**chat[0], "role": "narrator"}, chat[1]]}), template=users)
 
 
-def dealt(batches, steps):
+def prompts_of_steps(batches, steps):
     return [[(each.number, each.record["prompt"]) for each in next(batches)] for _ in range(steps)]
 
 
-def test_every_prompt_comes_once_in_an_epoch_and_resuming_is_exact(tmp_path):
+def test_epochs_contain_every_prompt_and_resume_exactly(tmp_path):
     found = read(write(tmp_path / "prompts.jsonl", *({"prompt": str(number)} for number in range(10))))
     whole, batches = PromptBatches(found, count=4, seed=1), PromptBatches(found, count=4, seed=1)
-    rows = dealt(whole, 10)
+    rows = prompts_of_steps(whole, 10)
     flat = [each for row in rows for each in row]
     assert [number for number, _ in flat] == list(range(40))
     epochs = [tuple(prompt for _, prompt in flat[start : start + 10]) for start in range(0, 40, 10)]
     assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs) and len(set(epochs)) == 4
-    assert dealt(batches, 3) == rows[:3] and batches.epochs == 1.2
-    more = batches.take(2)  # replaces other prompts
+    assert prompts_of_steps(batches, 3) == rows[:3] and batches.epochs == 1.2
+    more = batches.take(2)  # replacements for other prompts
     state = json.loads(json.dumps(batches.get_state()))
     assert [each.number for each in more] == [12, 13]
     other = PromptBatches(found, count=4, seed=1)
     other.set_state(state)
-    assert dealt(other, 2) == dealt(batches, 2)
+    assert prompts_of_steps(other, 2) == prompts_of_steps(batches, 2)
     with refused(DataError, "seed", "1", "2"):
         PromptBatches(found, count=4, seed=2).set_state(state)
 
@@ -118,12 +118,12 @@ def test_held_out_prompts_are_read_once_in_order(tmp_path):
         assert prompts == ["0", "1", "2", "3", "4"]
 
 
-def test_the_hash_depends_on_all_fields_of_records(tmp_path):
+def test_hash_depends_on_all_fields_of_records(tmp_path):
     one, other = (read(write(tmp_path / "a.jsonl", {"prompt": "a", "answer": answer})) for answer in (1, 2))
     assert isinstance(one, Prompts) and one.content_hash != other.content_hash
 
 
-def test_an_empty_prompt_needs_a_token_that_starts_texts(tmp_path):
+def test_empty_prompt_requires_a_start_token(tmp_path):
     path = write(tmp_path / "a.jsonl", {"prompt": "a"}, {"prompt": ""})
     assert [prompt.tokens for prompt in read(path).prompts][1] == (ByteTokenizer().bos_id,)
     inner = train_bpe(["a b"], 300)._inner

@@ -1,4 +1,4 @@
-"""For all tokenizers, the tokens of a prompt at inference are the first tokens of the training row."""
+"""Test that training rows start with the tokens of the prompt at inference, for all kinds of tokenizers."""
 
 import json
 import random
@@ -58,7 +58,7 @@ TEMPLATES = {
 }
 
 
-def trained(kind: str) -> JsonTokenizer:
+def trained_tokenizer(kind: str) -> JsonTokenizer:
     """Train a small tokenizer of the given kind. `bos`: the post-processor puts `<s>` before a text."""
     from tokenizers import (
         AddedToken,
@@ -113,7 +113,7 @@ _made: dict[str, Tokenizer] = {"own": ByteTokenizer(), "trained here": train_bpe
 def tokenizer_of(kind: str) -> Tokenizer:
     pytest.importorskip("tokenizers")
     if kind not in _made:
-        _made[kind] = trained(kind)
+        _made[kind] = trained_tokenizer(kind)
     return _made[kind]
 
 
@@ -141,8 +141,8 @@ def decoded(tokenizer: Tokenizer, ids) -> str:
 
 @pytest.mark.slow(fast=("own", "trained here", "bytes prefix bos", "pieces first bos"))
 @pytest.mark.parametrize("kind", ["own", "trained here", *KINDS])
-def test_rows_start_with_the_prompt_at_inference(kind, tmp_path):
-    """For prompts and completions that are texts, in `generate`, the server and RL."""
+def test_training_rows_start_with_the_inference_prompt(kind, tmp_path):
+    """Prompts and completions are texts. This holds for `generate`, the server and RL."""
     tokenizer, pairs = tokenizer_of(kind), pairs_of_texts(60)
     records = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
     rows, report = rows_of(write(tmp_path / "a.jsonl", *records), tokenizer, tmp_path)
@@ -167,7 +167,7 @@ def test_rows_start_with_the_prompt_at_inference(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["own", "trained here", *KINDS])
 def test_documents_start_like_prompts(kind, tmp_path):
-    """With bos or nothing, but never with eos as a substitute."""
+    """They start with bos or without a special token, but never with eos as a substitute."""
     tokenizer = tokenizer_of(kind)
     ((row, _),), _ = rows_of(write(tmp_path / "a.jsonl", {"text": "the capital of France"}), tokenizer, tmp_path)
     ids = prompt_ids(tokenizer, "the capital of France").tolist()
@@ -177,7 +177,7 @@ def test_documents_start_like_prompts(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["trained here", *KINDS])
-def test_preference_answers_follow_the_prompt_at_inference(kind, tmp_path):
+def test_preference_answers_follow_the_inference_prompt(kind, tmp_path):
     tokenizer, pairs = tokenizer_of(kind), pairs_of_texts(30)
     records = [{"prompt": p, "chosen": c + "a", "rejected": c + "b"} for p, c in pairs]
     found = read_pairs(write(tmp_path / "a.jsonl", *records), tokenizer, seq_len=10_000)
@@ -223,7 +223,7 @@ def test_conversations_start_with_the_generation_prompt(kind, name, tmp_path):
 @pytest.mark.slow(fast=("bytes bos-True",))
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("kind", ["trained here", *KINDS])
-def test_a_prompt_may_end_within_the_targets(kind, marked, tmp_path):
+def test_generation_prompt_may_end_within_the_targets(kind, marked, tmp_path):
     """The generation prompt starts the reasoning and ends with whitespace that a token may join with the next text."""
     answer = "<|assistant|>{{ m.content }}<|end|>"
     answer = "{% generation %}" + answer + "{% endgeneration %}" if marked else answer

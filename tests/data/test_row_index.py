@@ -1,4 +1,4 @@
-"""Rows of corpora of any size: one block is the whole corpus planned at once, many lose nothing and repeat nothing."""
+"""Test rows of corpora of any size, with a single block or many blocks: every token occurs once per epoch."""
 
 import collections
 import io
@@ -27,7 +27,7 @@ MAKES = [plan_packed, plan_padded, plan_whole]
 
 
 class Corpus:
-    """Documents of these sizes; records the requested ranges."""
+    """Fake corpus with documents of the given sizes. Records the requested ranges."""
 
     def __init__(self, sizes, held_out=None):
         self.all = np.array(sizes, np.int64)
@@ -63,8 +63,8 @@ def small_windows(monkeypatch):
 
 
 @pytest.mark.parametrize("make", MAKES)
-def test_one_block_is_the_plan_of_the_whole_corpus(make):
-    """In the order of earlier versions."""
+def test_single_block_equals_the_plan_of_the_corpus(make):
+    """The order equals the recorded order."""
     generator = np.random.default_rng(0)
     corpus = Corpus(generator.integers(1, 40, 50), generator.random(50) < 0.2)
     documents = np.flatnonzero(~corpus.held)
@@ -90,13 +90,13 @@ DOCUMENTS = st.lists(st.tuples(st.integers(1, 30), st.booleans()), min_size=1, m
 
 
 def check_tiling(pieces, corpus, held_out, overlap):
-    """Check that the pieces have all tokens of the split's documents, with this overlap."""
+    """Check that the pieces contain all tokens of the split with the given overlap."""
     found = collections.defaultdict(list)
     for document, start, stop in itertools.chain(*pieces):
         found[document].append((start, stop))
     for document, size in enumerate(corpus.all.tolist()):
         cuts = sorted(found.pop(document, []))
-        if corpus.held[document] != held_out or (held_out and size == 1 and not cuts):  # which has no target
+        if corpus.held[document] != held_out or (held_out and size == 1 and not cuts):  # such a document has no target
             assert not cuts
             continue
         assert cuts[0][0] == 0 and cuts[-1][1] == size
@@ -108,7 +108,7 @@ def check_tiling(pieces, corpus, held_out, overlap):
 @pytest.mark.parametrize("make", MAKES)
 @given(documents=DOCUMENTS, seq_len=st.integers(2, 12), size=st.integers(1, 9), window=st.integers(1, 50))
 @settings(max_examples=30)
-def test_an_epoch_of_many_blocks_has_every_token_once(make, documents, seq_len, size, window):
+def test_epoch_of_many_blocks_contains_every_token_once(make, documents, seq_len, size, window):
     corpus = Corpus(*zip(*documents, strict=True))
     if corpus.held.all():
         return
@@ -120,7 +120,9 @@ def test_an_epoch_of_many_blocks_has_every_token_once(make, documents, seq_len, 
             assert all(0 < sum(stop - start for _, start, stop in row) <= seq_len for row in pieces)
             check_tiling(pieces, corpus, held_out=False, overlap=0 if make is plan_packed else 1)
         both = [*epochs[0], *epochs[1]]
-        for row in np.random.default_rng(0).integers(0, len(both), 5).tolist():  # found without those before it
+        for row in (
+            np.random.default_rng(0).integers(0, len(both), 5).tolist()
+        ):  # rows are found without the previous rows
             assert taken(training(corpus, make, seq_len, size), row, row + 1) == both[row : row + 1]
     if make is plan_whole:
         whole = {
@@ -133,7 +135,7 @@ def test_an_epoch_of_many_blocks_has_every_token_once(make, documents, seq_len, 
 @pytest.mark.parametrize("make", [plan_overlapping, plan_padded, plan_whole])
 @given(documents=DOCUMENTS, seq_len=st.integers(2, 12), size=st.integers(1, 9))
 @settings(max_examples=30)
-def test_held_out_blocks_have_every_token_once(make, documents, seq_len, size):
+def test_held_out_blocks_contain_every_token_once(make, documents, seq_len, size):
     corpus = Corpus(*zip(*documents, strict=True))
     rows = HeldOutRows(DocumentChunks(corpus, True, make, seq_len, size))
     last = rows.per_epoch
@@ -170,7 +172,7 @@ def test_blocks_are_planned_once_before_their_window(small_windows):
         return plan_packed(documents, sizes, seq_len)
 
     rows = TrainingRows(DocumentChunks(corpus, False, make, 8, 4), "7", pathlib.Path(tempfile.mkdtemp()))
-    planned.clear()  # to be counted
+    planned.clear()  # plan again and count the plans
     begins = rows._epoch(0).first_rows
     assert len(begins) == 6, "windows"
     for row in range(2 * rows.per_epoch - 1):
@@ -183,7 +185,7 @@ def test_blocks_are_planned_once_before_their_window(small_windows):
     assert len(set(planned)) == 51 and len(planned) < 2 * 51 + 9, "and some of the third epoch"
 
 
-def test_an_epoch_differs_from_others_and_a_seed_from_others(small_windows):
+def test_epochs_and_seeds_have_different_orders(small_windows):
     corpus = Corpus(range(1, 60))
     rows = training(corpus, plan_packed)
     one, two, other = taken(rows, 0, rows.per_epoch), taken(rows, rows.per_epoch, 2 * rows.per_epoch), None
@@ -191,8 +193,8 @@ def test_an_epoch_differs_from_others_and_a_seed_from_others(small_windows):
     assert one != two and one != other and sorted(one) != sorted(two)
 
 
-def test_orders_do_not_change_between_versions(monkeypatch):
-    """A run of many blocks resumes on the same rows in later versions."""
+def test_block_orders_are_stable(monkeypatch):
+    """A run with many blocks resumes with the same rows after an update of the library."""
     monkeypatch.setattr(module, "WINDOW_SIZE", 16)
     rows = training(Corpus([3, 9, 4, 12, 7, 5, 8, 2, 11, 6, 1, 10, 13]), plan_packed, size=3)
     assert rows.per_epoch == 13
@@ -206,11 +208,11 @@ FIXED = [
     [(1, 0, 8)],
     [(12, 0, 8)],
     [(12, 8, 13)],
-]  # the end of an epoch, and the next
+]  # the end of an epoch and the start of the next epoch
 
 
 @pytest.mark.parametrize("count, parts", [(1, 1), (2, 1), (2, 2), (7, 3), (100, 10), (101, 10), (64, 7)])
-def test_blocks_that_follow_each_other_come_from_all_parts(count, parts):
+def test_consecutive_blocks_come_from_all_parts_of_the_corpus(count, parts):
     order = module._spread(count, parts, "x")
     assert sorted(order.tolist()) == list(range(count))
     for start in range(0, count - parts + 1 - count % parts, parts):
@@ -219,7 +221,7 @@ def test_blocks_that_follow_each_other_come_from_all_parts(count, parts):
         assert order.tolist() != module._spread(count, parts, "y").tolist()
 
 
-def test_numbers_of_rows_are_saved_and_repaired(tmp_path):
+def test_row_counts_are_saved_and_repaired(tmp_path):
     corpus = Corpus(range(1, 50))
     rows = training(corpus, plan_packed, folder=tmp_path)
     (file,) = tmp_path.iterdir()

@@ -1,4 +1,4 @@
-"""lm-eval with the model in this process, on tasks of local files."""
+"""Test lm-eval with the model in this process, on tasks from local files."""
 
 import dataclasses
 import functools
@@ -59,7 +59,7 @@ def encoded(text: str) -> list[int]:
     "context, continuation, moved",
     [("the quick", " brown", ("the quick", " brown")), ("the quick  ", "brown", ("the quick", "  brown"))],
 )
-def test_blanks_before_a_continuation_belong_to_it(context, continuation, moved):
+def test_trailing_spaces_of_a_context_move_to_the_continuation(context, continuation, moved):
     first, second = methods().encode_pair(context, continuation)
     assert first == encoded(moved[0]) and first + second == encoded(context + continuation)
     assert chat_model().tokenizer.decode(second) == moved[1]
@@ -67,7 +67,7 @@ def test_blanks_before_a_continuation_belong_to_it(context, continuation, moved)
 
 @functools.cache
 def merging_tokenizer(begins: bool) -> JsonTokenizer:
-    """Return a tokenizer with many merges. `begins`: texts start with its BOS token."""
+    """Return a tokenizer with many merges. `begins`: texts start with the BOS token."""
     trained = train_bpe(["hello world Answer: A Answer: B wordplay words  worldly\n\n"] * 50, 340)
     names = dict(bos=END_OF_TEXT, eos=END_OF_TEXT) if begins else {}
     return JsonTokenizer(trained._inner, **names)
@@ -89,8 +89,8 @@ PIECES = st.sampled_from(["hello", " wor", "ld", "play", " ", "\n", "Ans", "wer"
 @pytest.mark.parametrize("begins", [True, False], ids=["bos", "no bos"])
 @given(context=st.lists(PIECES, max_size=5).map("".join), continuation=st.lists(PIECES, min_size=1).map("".join))
 @settings(deadline=None, max_examples=300)
-def test_every_pair_has_tokens_to_score(begins, context, continuation):
-    """The joined text is encoded, and split at the first token that differs from the tokens of the context alone."""
+def test_every_continuation_has_tokens(begins, context, continuation):
+    """The joined text is encoded and split at the first token that differs from the encoded context."""
     model, tokenizer = merging_methods(begins), merging_tokenizer(begins)
     whole, alone = tokenizer.encode(context + continuation).tolist(), tokenizer.encode(context.rstrip()).tolist()
     if not begins and len(whole) == 1 and not (context.rstrip() and alone == whole[: len(alone)]):
@@ -116,14 +116,14 @@ def test_refuses_continuations_without_tokens(context, continuation):
         methods().encode_pair(context, continuation)
 
 
-def test_an_empty_context_is_the_bos_token():
+def test_empty_context_is_the_bos_token():
     bos, tokens = chat_model().tokenizer.bos_id, chat_model().tokenizer.encode("the fox").tolist()
     assert methods().encode_pair("", "the fox") == ([bos], tokens)
     assert methods().encode_pair("", "<|begin|>the fox") == ([bos], tokens)
 
 
 def test_bos_is_not_added_to_a_rendered_template():
-    """It is not put there twice."""
+    """The rendered template already contains BOS."""
     text = methods().apply_chat_template([{"role": "user", "content": "the fox"}])
     assert methods().encode(text) == chat_model().encode([{"role": "user", "content": "the fox"}]).tolist()
     assert methods().chat_template(True) == chat_model().chat.source and methods().chat_template() is None
@@ -142,8 +142,8 @@ def test_bos_is_not_added_to_a_conversation():
 
 
 @pytest.mark.parametrize("prefix", ["The best answer is", "The best answer is "])
-def test_a_prefix_of_the_answer_is_continued(prefix):
-    """The text of a task with `gen_prefix` has no end of the turn after the prefix."""
+def test_prefix_of_the_answer_is_continued(prefix):
+    """The prompt of a task with `gen_prefix` has no end-of-turn token after the prefix."""
     question = {"role": "user", "content": "the fox"}
     text = methods().apply_chat_template([question, {"role": "assistant", "content": prefix}], False)
     assert text.rstrip() == methods().apply_chat_template([question]) + prefix.rstrip()
@@ -153,7 +153,7 @@ def test_a_prefix_of_the_answer_is_continued(prefix):
 
 @pytest.mark.slow
 def test_log_likelihoods_equal_those_of_a_forward_pass():
-    """lm-eval's requests: several continuations of each context, some of which the model would write."""
+    """The requests have several continuations per context; some continuations are the greedy completion."""
     contexts = ["the quick brown", "a lazy dog while many small birds", "", "sing in old "]
     pairs = [(context, end) for context in contexts for end in (" fox", " jumps over", " the lazy dog")]
     best = chat_model().tokenizer.decode([most_likely(encoded(contexts[1]))])
@@ -167,7 +167,7 @@ def test_log_likelihoods_equal_those_of_a_forward_pass():
 
 
 @pytest.mark.slow
-def test_rolling_log_likelihoods_begin_with_bos():
+def test_rolling_log_likelihoods_start_with_bos():
     text = " ".join(WORDS + WORDS[:6])
     tokens = [chat_model().tokenizer.bos_id, *chat_model().tokenizer.encode(text).tolist()]
     short = tokens[: small_engine().config.max_length]
@@ -179,7 +179,7 @@ def test_rolling_log_likelihoods_begin_with_bos():
 
 
 @pytest.mark.slow
-def test_answers_end_at_until_and_are_drawn_by_their_numbers():
+def test_answers_end_at_until_and_repeats_use_different_seeds():
     greedy = {"until": ["e"], "max_gen_toks": 12}
     requests = [asked(" ".join(WORDS[at : at + 3]), greedy) for at in range(6)]
     found = methods().generate_until(requests)
@@ -190,14 +190,14 @@ def test_answers_end_at_until_and_are_drawn_by_their_numbers():
     drawn = {"do_sample": True, "temperature": 2.0, "top_k": 0, "max_gen_toks": 12}
     several = methods().generate_until([asked("the quick", drawn)] * 4)
     assert len(set(several)) == 4 and several == methods().generate_until([asked("the quick", drawn)] * 4)
-    repeated, model = [], methods()  # of a task with repeats, and of those that follow
+    repeated, model = [], methods()  # requests of a task with repeats, and of the following tasks
     for _ in range(2):
         repeated += model.generate_until([asked("the quick", drawn)] * 2)
     assert repeated == several
 
 
-def test_an_empty_prompt_is_the_bos_token():
-    """Also if the tokenizer puts nothing before a text."""
+def test_empty_prompt_is_the_bos_token():
+    """This also holds if the tokenizer adds no special tokens."""
     model = merging_methods(False)
     tokenizer = JsonTokenizer(merging_tokenizer(False)._inner, eos=END_OF_TEXT)
     model.text = SimpleNamespace(tokenizer=tokenizer, encode=tokenizer.encode, chat=None, stop_ids=())
@@ -206,8 +206,8 @@ def test_an_empty_prompt_is_the_bos_token():
 
 
 @pytest.mark.slow
-def test_warns_of_contexts_that_are_cut(caplog):
-    """They lose their start, with the examples or the instruction."""
+def test_truncated_contexts_give_a_warning(caplog):
+    """Contexts are truncated at the start, so that few-shot examples or the instruction are lost."""
     model, long = methods(), "the quick brown fox " * 20
     model.loglikelihood([asked("the", " quick"), asked(long, " the")])
     model.generate_until([asked(long, {"max_gen_toks": 4}), asked(long, {"max_gen_toks": 4})])
@@ -217,7 +217,7 @@ def test_warns_of_contexts_that_are_cut(caplog):
         assert_names(record.getMessage(), f"{count} of 2 contexts", "max_length=64", "--max-length")
 
 
-def test_a_special_token_among_until_ends_an_answer():
+def test_special_token_in_until_ends_an_answer():
     tokenizer, request = (
         chat_model().tokenizer,
         methods()._completion_request(0, "a", {"until": ["<|begin|>", "\n"], "max_gen_toks": 8}),
@@ -245,11 +245,11 @@ def test_settings_without_an_effect_are_accepted():
             assert methods()._completion_request(0, "a", {"max_gen_toks": 8, name: written}) == plain
 
 
-def test_names_of_tasks():
+def test_task_names():
     assert task_names(["tasks.py:a", "lm-eval:b,c", "lm-eval:d"]) == ["b", "c", "d"]
 
 
-def test_the_global_random_state_is_restored():
+def test_global_random_state_is_restored():
     random.seed(1)
     np.random.seed(1)
     known = random.random(), np.random.random()
@@ -265,12 +265,12 @@ def write_task(folder: Path, name: str, documents: list[dict], **config: Any) ->
     data = folder / f"{name}.jsonl"
     data.write_text("".join(json.dumps(document) + "\n" for document in documents))
     where = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
-    (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **where, **config}))  # YAML has all of JSON
+    (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **where, **config}))  # JSON is valid YAML
 
 
 @pytest.mark.slow
-def test_tasks_of_all_kinds(tmp_path, monkeypatch):
-    """Multiple choice, perplexity and written answers: the scores that a forward pass and the engine's answers have."""
+def test_scores_of_all_kinds_of_tasks(tmp_path, monkeypatch):
+    """Scores of multiple choice, perplexity and generation tasks equal those of a forward pass and of the engine."""
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")

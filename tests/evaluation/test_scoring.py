@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens equal those of a direct forward pass; contexts are computed once."""
+"""Test that log-probabilities of given tokens equal a direct forward pass, and that contexts are computed once."""
 
 import numpy as np
 import pytest
@@ -10,16 +10,23 @@ from tests.errors import refused
 from tests.evaluation.models import forward, most_likely, small_engine
 
 
-def drawn(count: int, seed: int = 0) -> list[int]:
+def random_tokens(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(3, 250, count).tolist()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before", [1, 15, 16, 17, 40])
-def test_continuations_have_the_log_probabilities_of_a_forward_pass(before):
-    context = drawn(before)
+def test_log_probabilities_of_continuations_equal_a_forward_pass(before):
+    context = random_tokens(before)
     best = most_likely(context)
-    ends = [drawn(5, 1), drawn(1, 2), [best], [best, *drawn(1, 3)], [*drawn(1, 3), best], drawn(20, 4)]
+    ends = [
+        random_tokens(5, 1),
+        random_tokens(1, 2),
+        [best],
+        [best, *random_tokens(1, 3)],
+        [*random_tokens(1, 3), best],
+        random_tokens(20, 4),
+    ]
     found = score_continuations(small_engine(), [(context, end) for end in ends])
     for end, likelihood in zip(ends, found, strict=True):
         logprob, greedy = forward([*context, *end], before)
@@ -29,34 +36,34 @@ def test_continuations_have_the_log_probabilities_of_a_forward_pass(before):
 
 
 @pytest.mark.slow
-def test_a_context_is_computed_once(monkeypatch):
-    """Of continuations of one token all of it, of longer ones its whole blocks."""
+def test_shared_context_is_computed_once(monkeypatch):
+    """If continuations have one token, the full context is shared; otherwise its complete cache pages."""
     engine, chunks = small_engine(), []
     prefill = engine._runner.prefill
     counted = lambda *args, **wanted: (chunks.append(args[2]), prefill(*args, **wanted))[1]  # noqa: E731
     monkeypatch.setattr(engine._runner, "prefill", counted)
     engine.clear_prefix_cache()
-    score_continuations(engine, [(drawn(40, 7), [token]) for token in range(20, 30)])
+    score_continuations(engine, [(random_tokens(40, 7), [token]) for token in range(20, 30)])
     assert sorted(chunks) == [0, 16, 32]
     chunks.clear()
-    score_continuations(engine, [(drawn(40, 8), [token, 5, 6]) for token in range(20, 30)])
+    score_continuations(engine, [(random_tokens(40, 8), [token, 5, 6]) for token in range(20, 30)])
     assert sorted(chunks) == [0, 16, *[32] * 10]
 
 
 @pytest.mark.slow
 def test_results_do_not_depend_on_order():
-    pairs = [(drawn(3 + 7 * (at % 4), at % 4), drawn(1 + at % 3, at)) for at in range(14)]
+    pairs = [(random_tokens(3 + 7 * (at % 4), at % 4), random_tokens(1 + at % 3, at)) for at in range(14)]
     one, other = score_continuations(small_engine(), pairs), score_continuations(small_engine(), pairs[::-1])
     assert one == other[::-1]
 
 
 @pytest.mark.slow
-def test_long_contexts_are_cut_at_the_start():
-    context, end = drawn(100), drawn(4, 1)
+def test_long_contexts_are_truncated_at_the_start():
+    context, end = random_tokens(100), random_tokens(4, 1)
     (found,) = score_continuations(small_engine(), [(context, end)])
     assert found.logprob == pytest.approx(forward([*context, *end][-64:], 60)[0], abs=1e-4)
     with refused(ConfigError, "64 tokens", "max_length=64"):
-        score_continuations(small_engine(), [(context, drawn(64))])
+        score_continuations(small_engine(), [(context, random_tokens(64))])
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 9, 10, 11, 47])
@@ -77,36 +84,36 @@ def test_windows_equal_those_of_lm_eval():
         assert [(tokens[begin : stop - 1], tokens[first:stop]) for begin, first, stop in found] == known
 
 
-def test_contexts_of_a_full_window_are_refused():
+def test_contexts_that_fill_the_window_are_refused():
     with refused(ConfigError, "text_context=10", "10 tokens", "max_length"):
         list(rolling_windows(20, 10, 10))
 
 
 @pytest.mark.slow
 def test_texts_are_scored_by_windows():
-    texts = [drawn(150, 5), drawn(64, 6), drawn(2, 7), drawn(1, 8)]
+    texts = [random_tokens(150, 5), random_tokens(64, 6), random_tokens(2, 7), random_tokens(1, 8)]
     known = []
     for tokens in texts:
         windows = rolling_windows(len(tokens), 64, 20)
         known.append(sum(forward(tokens[begin:stop], first - begin)[0] for begin, first, stop in windows))
     assert score_texts(small_engine(), texts, 20) == pytest.approx(known, abs=1e-3)
-    assert score_texts(small_engine(), texts[1:]) == pytest.approx(known[1:], abs=1e-3)  # no window but one
+    assert score_texts(small_engine(), texts[1:]) == pytest.approx(known[1:], abs=1e-3)  # a single window
     assert score_texts(small_engine(), texts[:1]) != pytest.approx(known[:1], abs=1e-3)
 
 
 @pytest.mark.parametrize("pair", [([], [1, 2]), ([1, 2], []), ([], [])], ids=["no context", "no continuation", "empty"])
-def test_refuses_contexts_and_continuations_without_tokens(pair):
+def test_empty_contexts_and_continuations_are_refused(pair):
     """Otherwise the score would be 0, the sum over no tokens and the best possible score."""
     with refused(ConfigError, "pair 1", f"{len(pair[0])} context tokens", f"{len(pair[1])} continuation tokens"):
         score_continuations(small_engine(), [([1], [2]), pair])
 
 
-def test_refuses_texts_without_tokens():
+def test_texts_without_tokens_are_refused():
     with refused(ConfigError, "text 0", "0 tokens"):
         score_texts(small_engine(), [[]])
 
 
-def test_an_empty_document_has_the_score_0(monkeypatch):
+def test_empty_document_has_score_zero(monkeypatch):
     """Documents with and without tokens after the BOS token, in one call."""
 
     def scored(engine, pairs, progress):

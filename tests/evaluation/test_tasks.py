@@ -1,4 +1,4 @@
-"""Tasks of user files are loaded, answered, graded and reported."""
+"""Test tasks from user files: loading, generation, grading and reports."""
 
 import dataclasses
 import json
@@ -161,7 +161,7 @@ def test_answers_with_failed_grades_have_no_score(tmp_path):
 
 
 def scored(*rows: str, name: str = "t") -> TaskScores:
-    """Answers as letters: r right, w wrong, n not judged, t truncated; of half a length where they are capitals."""
+    """Return answers given as letters: r right, w wrong, n not graded, t truncated; capitals have half the length."""
     columns = {"r": {"score": 1.0, "form": 0.5}, "w": {"score": 0.25, "form": 1.0}}
     grades = [[None if letter == "t" else Grade(columns.get(letter)) for letter in row] for row in rows]
     ends = {"t": "length", "w": "stop_string"}
@@ -175,7 +175,7 @@ def scored(*rows: str, name: str = "t") -> TaskScores:
 
 
 def test_scores_of_answers():
-    """Truncated answers are wrong, and those that could not be judged are in no mean."""
+    """Truncated answers are wrong. Answers that could not be graded are excluded from means."""
     scores = scored("rrww", "tttr", "nnnn", "rwnt")
     assert scores.prompt_scores.tolist() == pytest.approx([0.625, 0.25, math.nan, 1.25 / 3], nan_ok=True)
     assert scores.score.mean == pytest.approx((0.625 + 0.25 + 1.25 / 3) / 3) and scores.score.prompts == 3
@@ -190,7 +190,7 @@ def test_scores_of_answers():
     assert figures["end_length"] == 0.25 and figures["end_stop_string"] == 3 / 16
 
 
-def test_tables():
+def test_result_tables():
     lines = describe([scored("rrww", "tttr", "nnnn", "rwnt")], (1, 2))
     head, cells = (re.sub(r" +", " ", line) for line in (lines[0], lines[2]))
     columns = "task prompts score pass@1 pass@2 truncated tokens:_mean max correct incorrect end_reasons"
@@ -204,7 +204,7 @@ def test_tables():
     assert cells == "| t | 0.7188 ± 0.1795 | 0.5000 ± 0.1723 | +0.3438 ± 0.2359 | 2 | 2 | 0 | 0.500 |"
 
 
-def test_a_score_has_one_name():
+def test_score_names_are_unique():
     task = scored("rw")
     grades = [[Grade({"a": 1.0, "b": 1.0}), Grade({"b": 1.0})]]
     with refused(ConfigError, "grade", "a, b"):
@@ -271,8 +271,8 @@ def test_tools_and_other_variables_are_in_the_prompt():
     assert prompts == [tuple(text.tokenizer.encode(each, special=True).tolist()) for each in expected]
 
 
-def test_a_model_is_evaluated(file, tmp_path):
-    """Answers and grades are those of single requests; the same again, whatever was computed before."""
+def test_model_is_evaluated(file, tmp_path):
+    """Answers and grades equal those of single requests. Repeating the evaluation gives equal results."""
     text, engine = chat_model(), small_engine()
     settings = AnswerSettings(samples=3, temperature=1.5, seed=1)
     tasks = [load_task(f"{file}:{name}") for name in ("short", "own", "made")]
@@ -316,7 +316,7 @@ def test_text_held_back_for_a_stop_string_is_returned_at_the_end(text, stop, kno
 
 
 @pytest.mark.slow
-def test_answers_end_at_stop_strings_and_do_not_depend_on_the_batch():
+def test_answers_end_at_stop_strings_for_any_batch():
     text, prompt = chat_model(), tuple(chat_model().encode("the quick").tolist())
     drawn = [SamplingParams(temperature=1.2, seed=seed) for seed in range(8)]
     free = [CompletionRequest(prompt, 12, sampling, (), text.stop_ids) for sampling in drawn]
@@ -333,7 +333,7 @@ def test_answers_end_at_stop_strings_and_do_not_depend_on_the_batch():
     }
 
 
-def test_a_conversation_that_ends_with_the_assistant_is_continued():
+def test_final_assistant_message_is_continued():
     text, question = chat_model(), {"role": "user", "content": "the fox"}
     continued = text.encode([question, {"role": "assistant", "content": "the dog"}]).tolist()
     answered = text.encode([question]).tolist()
@@ -345,8 +345,8 @@ def test_a_conversation_that_ends_with_the_assistant_is_continued():
 
 @pytest.mark.parametrize("content", ["", " ", "e", "the dog "], ids=["empty", "space", "letter", "words"])
 @pytest.mark.parametrize("strips", [False, True], ids=["unchanged", "stripped"])
-def test_a_message_is_continued_whatever_its_text(strips, content):
-    """The text may be empty, may also occur in the end of the turn, or, with its space, only in an earlier message."""
+def test_any_assistant_message_is_continued(strips, content):
+    """The text may be empty, may occur in the end-of-turn token, or may occur in an earlier message."""
     source = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>{% endfor %}"
     source += "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     chat = ChatTemplate(source=source.replace("m.content", "m.content | trim") if strips else source)

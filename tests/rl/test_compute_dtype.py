@@ -1,4 +1,4 @@
-"""Copies of weights in the compute dtype change no number; what is read in float32 has none."""
+"""Test copies of the weights in the compute dtype: equal results, and no copies of float32 weights."""
 
 import dataclasses
 import functools
@@ -21,18 +21,18 @@ from tests.steps import SPARSE
 BF16 = ed.Precision(compute=jnp.bfloat16)
 
 
-def pair(model):
-    """A model, and one with copies; with the names of the weights that were copied."""
+def model_and_copy(model):
+    """Return a model, the model with copied weights, and the names of the copied weights."""
     names = weights_cast_to_compute_dtype(model)
     return model, cast_weights(model, names), names
 
 
 @pytest.mark.slow
-def test_no_number_changes():
-    """All matrices are copied, norms and routers are the same arrays."""
+def test_logits_with_copied_weights_are_equal_to_the_bit():
+    """All matrices are copied; norms and routers are shared."""
     config = rich_decoder(2)
     config = dataclasses.replace(config, blocks=(*config.blocks, SPARSE))
-    model, other, names = pair(filled(config, precision=BF16))
+    model, other, names = model_and_copy(filled(config, precision=BF16))
     kept = {name.rsplit(".", 1)[-1] for name in named_leaves(model) if name not in names}
     assert {"query", "qkv", "up", "down", "table"} <= {name.rsplit(".", 1)[-1] for name in names}
     assert "scale" in kept and "mlp.router.kernel" in " ".join(set(named_leaves(model)) - names)
@@ -46,7 +46,7 @@ def test_no_number_changes():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_what_accelerators_round_before_the_cast_is_copied(platform, monkeypatch):
+def test_same_weights_are_copied_on_accelerators(platform, monkeypatch):
     config = rich_decoder(2)
     model = filled(dataclasses.replace(config, blocks=(*config.blocks, SPARSE)), precision=BF16)
     want = weights_cast_to_compute_dtype(model)
@@ -54,8 +54,8 @@ def test_what_accelerators_round_before_the_cast_is_copied(platform, monkeypatch
     assert weights_cast_to_compute_dtype(model) == want
 
 
-def test_what_no_program_reads_is_not_copied():
-    """Depths of multi-token prediction, which draft in programs of their own."""
+def test_unused_weights_are_not_copied():
+    """MTP layers are not copied, because drafting uses separate programs."""
     config = rich_decoder(1)
     mtp = ed.MTPConfig(num_depths=1, block=config.blocks[0], norm=RMSNormConfig())
     model = filled(dataclasses.replace(config, mtp=mtp), precision=BF16)
@@ -64,9 +64,9 @@ def test_what_no_program_reads_is_not_copied():
 
 
 @pytest.mark.slow
-def test_no_number_of_later_tokens_changes():
+def test_cached_decoding_with_copied_weights_is_equal_to_the_bit():
     config = rich_decoder(3)
-    model, other, _ = pair(filled(config, precision=BF16))
+    model, other, _ = model_and_copy(filled(config, precision=BF16))
     cache, tokens = ed.init_cache(config, 2, 8), jnp.asarray([[3, 1, 4, 1, 5], [2, 6, 5, 3, 5]])
     for part in (tokens, tokens[:, :1], tokens[:, :1]):
         outputs = [each(part, cache=cache) for each in (model, other)]
@@ -75,9 +75,9 @@ def test_no_number_of_later_tokens_changes():
 
 
 @pytest.mark.slow
-def test_copies_are_split_as_the_weights():
+def test_copies_have_the_sharding_of_the_weights():
     layout = ed.Layout.create(fsdp=2, tensor=2, devices=jax.devices()[:4])
-    model, other, names = pair(filled(rich_decoder(3), precision=BF16).place(layout))
+    model, other, names = model_and_copy(filled(rich_decoder(3), precision=BF16).place(layout))
     first, second = named_leaves(model), named_leaves(other)
     assert names and all(first[name].sharding == second[name].sharding for name in first)
 
@@ -87,10 +87,10 @@ def test_copies_are_split_as_the_weights():
     "name",
     ["deepseek3_groups", "gemma3_pattern", "gpt_oss_yarn", "mamba2", "qwen3_next", "rwkv", "lfm2_bias", "kimi_linear"],
 )
-def test_families(name):
-    """What is left are norms, routers, and what recurrences read in float32."""
+def test_copied_weights_of_families(name):
+    """Norms, routers, and float32 weights of recurrent layers are not copied."""
     load = functools.partial(ed.load_hf, ROOT / "tests" / "fixtures" / name, precision=BF16)
-    model, other, names = pair(load())
+    model, other, names = model_and_copy(load())
     sizes = {name: leaf.size for name, leaf in named_leaves(model).items()}
     assert sum(sizes[name] for name in names) > 0.6 * sum(sizes.values())
     tokens = np.random.default_rng(0).integers(0, 40, (1, 7)).astype(np.int32)

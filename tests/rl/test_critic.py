@@ -1,4 +1,4 @@
-"""PPO runs with a critic: warmup, exact resuming, and settings."""
+"""Test PPO runs with a critic: warmup, exact resuming, and settings."""
 
 import json
 import re
@@ -29,7 +29,7 @@ from tests.rl.test_environment_run import GAMES
 from tests.rl.test_run import BASE, completions_of, train, write_task
 
 
-CHATS = BASE.parent / "chats"  # has another vocabulary
+CHATS = BASE.parent / "chats"  # this model has another vocabulary
 NAMES = ("loss", "grad_norm", "reward", "value", "return", "explained_variance", "value_loss", "value_clip")
 
 
@@ -53,27 +53,27 @@ def critic_of(folder, name):
     return named_leaves(load_weights(checkpoints.directory, target, prefix="critic.model.").tree)
 
 
-def same(one, other):
+def have_equal_arrays(one, other):
     return all(np.array_equal(one[name], other[name]) for name in other)
 
 
 @pytest.mark.slow
-def test_a_critic_resumes_exactly(folder):
-    """Killed after the warmup of the critic, in which the policy does not change."""
+def test_run_with_a_critic_resumes_exactly(folder):
+    """The run is killed after the critic warmup, in which the policy does not change."""
     more: Any = dict(steps=2, rl__critic__warmup_steps=1, rl__critic__updates=2)
     _, err = ppo(folder, "whole", **more)
     assert_names(err, "rl.preset=ppo", "rl.baseline=critic", "rl.whiten=True", "critic: ")
     rows, base = steps_of(folder / "whole"), named_leaves(ed.load_hf(BASE))
     assert rows[0]["value"] == 0 and rows[1]["value"] != 0 and rows[0]["value_loss"] > 0 and rows[0]["grad_norm"] > 0
     assert all(row["log_prob_gap"] <= 1e-5 and not row["skipped"] for row in rows)
-    assert same(named_leaves(load_run(folder / "whole", 1)), base)
-    assert not same(named_leaves(load_run(folder / "whole", 2)), base)
+    assert have_equal_arrays(named_leaves(load_run(folder / "whole", 1)), base)
+    assert not have_equal_arrays(named_leaves(load_run(folder / "whole", 2)), base)
     shutil.copytree(folder / "whole", folder / "killed")
     shutil.rmtree(next((folder / "killed" / "checkpoints").glob("*2")))
     ppo(folder, "killed", **more)
     assert metrics_of(folder, "killed") == metrics_of(folder, "whole")
-    assert same(critic_of(folder, "killed"), critic_of(folder, "whole"))
-    assert same(named_leaves(load_run(folder / "killed")), named_leaves(load_run(folder / "whole")))
+    assert have_equal_arrays(critic_of(folder, "killed"), critic_of(folder, "whole"))
+    assert have_equal_arrays(named_leaves(load_run(folder / "killed")), named_leaves(load_run(folder / "whole")))
     _, err = ppo(
         folder,
         "killed",
@@ -89,7 +89,7 @@ def test_a_critic_resumes_exactly(folder):
 
 
 @pytest.mark.slow
-def test_microbatches_packing_and_meshes(folder):
+def test_critic_with_microbatches_packing_and_meshes(folder):
     more: Any = dict(rl__kl=0.05, batch_size=8)
     ppo(folder, "one", **more)
     ppo(folder, "mesh", "--mesh.fsdp", 2, "--mesh.context", 2, devices=4, **more)
@@ -106,7 +106,7 @@ def test_microbatches_packing_and_meshes(folder):
         "--rl.critic.learning-rate 0.05",
         "--rl.critic.clip 0.01 --rl.critic.updates 4",
         "--rl.critic.gamma 0.5",
-        "--rl.critic.lam 0.5 --rl.critic.no-bootstrap",  # the bootstrap is that of completions that were cut
+        "--rl.critic.lam 0.5 --rl.critic.no-bootstrap",  # truncated completions are bootstrapped
         "--rl.samples 1 --rl.prompts 12",
         "--lora.rank 2 --rl.kl 0.1",
         "--rl.critic.init-from judge --rl.reward-model judge",
@@ -128,7 +128,7 @@ def test_settings_take_effect(folder, flags):
     assert len(steps_of(folder / name)) == 4
 
 
-def test_values_of_packed_completions_are_read_before_their_tokens():
+def test_values_of_packed_completions_equal_unpacked_values():
     critic, rng = filled(with_scores(rich_decoder(1), 1)), np.random.default_rng(0)
     completions = []
     for number, (before, count) in enumerate(((3, 3), (1, 1), (4, 2))):
@@ -145,8 +145,8 @@ def test_values_of_packed_completions_are_read_before_their_tokens():
 
 
 @pytest.mark.slow
-def test_a_value_is_read_before_its_token(folder):
-    """The critic starts as a reward model. All completions were truncated, so that the last value is bootstrapped."""
+def test_value_of_a_token_is_computed_before_the_token(folder):
+    """The critic starts from a reward model. All completions are truncated, so that the last value is bootstrapped."""
     scorer = add_score_head(ed.load_hf(BASE), key=jax.random.key(1))
     ed.save_hf(scorer, folder / "scorer", tokenizer=BASE)
     ppo(folder, "read", steps=1, rl__critic__init_from=folder / "scorer", rl__critic__gamma=0.5, rl__critic__lam=0.0)
@@ -163,8 +163,8 @@ def test_a_value_is_read_before_its_token(folder):
 
 
 @pytest.mark.slow
-def test_a_critic_starts_from_a_reward_run(folder):
-    """LoRA factors are merged, as in the directory that the run was exported to."""
+def test_critic_starts_from_a_reward_run(folder):
+    """LoRA factors are merged, as in the exported directory of the run."""
     pairs = [{"prompt": f"the {word}", "chosen": "cat sat", "rejected": "mat"} for word in ("old", "green", "many")]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     words = [
@@ -189,7 +189,7 @@ def test_a_critic_starts_from_a_reward_run(folder):
 
 @pytest.mark.slow
 def test_sampling_one_step_ahead_with_a_critic(folder):
-    """Also during the warmup of the critic, whose steps do not change the policy."""
+    """This also works during the critic warmup, in which steps do not change the policy."""
     words = ("--mesh.fsdp", 2, "--sampler.devices", 4, "--rl.max-staleness", 1)
     more: Any = dict(steps=4, batch_size=8, rl__critic__warmup_steps=2, max_checkpoints=5)
     ppo(folder, "ahead", *words, **more)
@@ -214,8 +214,8 @@ def test_a_resumed_run_may_change_its_optimizer(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["ppo", "grpo"])
-def test_turns_of_environments(folder, preset):
-    """RewardFunction of turns, with and without a critic. Tokens of tools have no value and are no targets."""
+def test_critic_with_multi_turn_environments(folder, preset):
+    """Turns have rewards, with and without a critic. Tool tokens have no value and are no targets."""
     games = folder / "games"
     games.mkdir(exist_ok=True)
     (games / "rewards.py").write_text(GAMES)
@@ -241,6 +241,6 @@ def test_turns_of_environments(folder, preset):
         pytest.param({"rl__critic__init_from": CHATS}, ["--rl.critic.init-from=", CHATS], id="init"),
     ],
 )
-def test_bad_settings_are_refused(folder, changes, names):
+def test_invalid_settings_are_refused(folder, changes, names):
     _, err = ppo(folder, "refused", code=2, **changes)
     assert_names(err, *names)

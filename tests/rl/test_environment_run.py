@@ -1,4 +1,4 @@
-"""Runs with an environment: each turn is sampled by the weights that learn from it, and found again after a kill."""
+"""Test runs with an environment: on-policy sampling of turns, saved episodes and exact resuming."""
 
 import json
 import re
@@ -84,7 +84,7 @@ Sums = ToolEnvironment.of([add], lambda task, completion: len(set(completion)) /
 
 
 @pytest.mark.slow
-def test_an_environment_of_functions(folder):
+def test_environment_of_python_functions(folder):
     (folder / "tools.py").write_text(TOOLS)
     tasks = folder / "tools.jsonl"
     tasks.write_text("\n".join(json.dumps({"prompt": f"{number} + 1"}) for number in range(10)))
@@ -97,7 +97,7 @@ def test_an_environment_of_functions(folder):
 
 
 @pytest.mark.slow
-def test_an_on_policy_run_on_episodes_resumes_exactly(folder):
+def test_on_policy_run_with_an_environment_resumes_exactly(folder):
     held_out = folder / "prompts.jsonl"
     _, err = play(folder, "whole", held_out=held_out)
     assert_names(err, "10 tasks")
@@ -114,7 +114,7 @@ def test_an_on_policy_run_on_episodes_resumes_exactly(folder):
     shutil.copytree(folder / "whole", folder / "killed")
     (newest,) = (each for each in (folder / "killed" / "checkpoints").iterdir() if each.name.endswith("4"))
     shutil.rmtree(newest)
-    play(folder, "killed")  # without held-out episodes, which would be played again
+    play(folder, "killed")  # without held-out episodes, which would be repeated
     assert metrics_of(folder, "killed") == metrics_of(folder, "whole")
     shutil.rmtree(folder / "killed")
     play(folder, "again", rl__slots=2, rl__reward_workers=3)
@@ -134,7 +134,7 @@ def test_episodes_are_played_one_step_ahead(folder):
 
 
 @pytest.mark.slow
-def test_each_token_is_scored_as_it_was_drawn(folder):
+def test_trainer_log_probs_equal_sampler_log_probs(folder):
     """The log-probs of trainer and sampler differ by at most 1e-5: token ids and positions agree."""
     model, tokenizer, template = load_hf(BASE, dtype="float32"), load_tokenizer(BASE), load_chat_template(BASE)
     config = RLConfig(environment=f"{folder / 'rewards.py'}:Guess", max_turns=4, max_new_tokens=5, temperature=0.8)
@@ -161,7 +161,7 @@ def test_each_token_is_scored_as_it_was_drawn(folder):
 
 
 @pytest.mark.slow
-def test_a_killed_run_plays_nothing_again(folder):
+def test_resumed_run_reuses_saved_episodes(folder):
     play(folder, "first", steps=2)
     (folder / "rewards.py.closed").write_text("")
     shutil.rmtree(folder / "first" / "checkpoints")
@@ -172,7 +172,7 @@ def test_a_killed_run_plays_nothing_again(folder):
 
 
 @pytest.mark.slow
-def test_settings_and_failures(folder):
+def test_environment_settings_and_failures(folder):
     _, err = play(folder, "wrong", game="Wrong", steps=1)
     (row,) = steps_of(folder / "wrong")
     assert row["reward_failures"] == 1 and row["loss"] == 0 and row["ended_error"] == 1
@@ -199,6 +199,6 @@ def test_settings_and_failures(folder):
         pytest.param("Guess", {"rl__max_turns": 17}, ["--rl.completions-per-row=16", "17"], id="max-turns"),
     ],
 )
-def test_bad_settings_are_refused(folder, game, changes, names):
+def test_invalid_settings_are_refused(folder, game, changes, names):
     _, err = play(folder, "refused", code=2, game=game, **changes)
     assert_names(err, *names)

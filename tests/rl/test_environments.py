@@ -1,4 +1,4 @@
-"""Episodes of environments: independent of the order of events and of failures of others."""
+"""Test episodes of environments: independence of event order and of failed episodes, tokens, rows and files."""
 
 import dataclasses
 import hashlib
@@ -66,7 +66,7 @@ def function(task):
 
 
 class Digits:
-    """Engine whose completions are digits, by hashes of prompt and seed, in a random order."""
+    """Fake engine that completes prompts with digits, derived from hashes of prompt and seed, in random order."""
 
     config: Any = None
 
@@ -91,7 +91,7 @@ class Digits:
         return [RequestOutput(request_id=number, tokens=tokens, scores=scores, finish_reason=reason, version=7)]
 
     def release(self):
-        """Drop nothing."""
+        """Do nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def games(tmp_path_factory):
     return path
 
 
-# A template that writes the first message of a conversation of five differently.
+# This template renders the first message differently if the conversation has five messages.
 FORKS = ChatTemplate(source=TRIMS.replace("{{ m.c", "{% if loop.first and messages | length == 5 %}!{% endif %}{{ m.c"))
 
 
@@ -165,12 +165,14 @@ def test_tokens_of_an_episode(games):
     )
 
 
-def test_the_ends_of_episodes(games):
+def test_end_reasons_of_episodes(games):
     ends = []
     each: Any
     for each in (dict(max_turns=2), dict(limit=20)):
         _, ((completion,),), _ = play(games, [{"done": 9}], samples=1, **each)
-        assert completion.episode is not None and completion.segments[-1].sampled[-1]  # the last completion comes last
+        assert (
+            completion.episode is not None and completion.segments[-1].sampled[-1]
+        )  # the last completion is in the last segment
         ends.append((completion.episode.end, completion.rollout.finish_reason))
         assert sum(part.size for part in completion.segments) <= each.get("limit", 60)
     assert ends == [("turns", "stop"), ("tokens", "length")]
@@ -183,12 +185,12 @@ def test_the_ends_of_episodes(games):
 
 
 def test_failures_do_not_affect_other_episodes(games):
-    """The environments of a killed process are made again and replay their completions."""
+    """Environments of a killed worker process are recreated and replay their completions."""
     kinds = ["raise", "hang", "exit"]
     long: Any = {"done": 6}
     more: Any = dict(limit=120, slots=8)
     _, groups, closed = play(games, [long, *({"kind": kind} for kind in kinds), {}], reward_workers=1, **more)
-    assert Path(f"{games}.begun").read_text().count("begun") > 10  # some started again
+    assert Path(f"{games}.begun").read_text().count("begun") > 10  # some environments were started again
     _, alone, _ = play(games, [long], samples=2, **more)
     assert [content(each) for each in groups[0]] == [content(each) for each in alone[0]]
     assert closed >= 4 and all(each.error is None and each.reward > 0 for each in (*groups[0], *groups[4]))
@@ -201,7 +203,7 @@ def test_failures_do_not_affect_other_episodes(games):
 
 
 @pytest.mark.slow
-def test_a_template_that_rewrites_earlier_turns_makes_parts(games):
+def test_template_that_rewrites_earlier_turns_splits_the_episode(games):
     _, groups, _ = play(games, [{}, {"done": 1}], template=FORKS, limit=400, end=False, max_new_tokens=2)
     three, one = groups[0][0], groups[1][0]
     assert [len(each.segments) for each in (three, one)] == [2, 1]
@@ -228,7 +230,7 @@ def test_templates_list_tools(games):
 
 @pytest.fixture(scope="module")
 def mixed(games):
-    """A step with plain episodes, one that failed before its first token, and two of several parts."""
+    """Return a step with plain episodes, a failed episode without tokens, and two episodes of several segments."""
     config, groups, _ = play(games, [{}], template=FORKS, limit=400, end=False, max_new_tokens=2)
     _, (short, failed), _ = play(games, [{}, {"kind": "raise"}])
     nothing = play(games, [{}], samples=1, limit=3)[1][0][0]
@@ -237,8 +239,8 @@ def mixed(games):
     return config, numbered
 
 
-def test_rows_of_episodes(mixed):
-    """Each sampled token has its advantage and weight, in all parts; tokens between completions have none."""
+def test_packed_rows_of_episodes(mixed):
+    """Sampled tokens of all segments have advantages and weights. Tokens between completions have neither."""
     config, completions = mixed
     rewards = np.asarray([each.reward for each in completions])
     numbers = step_advantages(config, completions)
@@ -258,9 +260,7 @@ def test_rows_of_episodes(mixed):
         assert_array_equal(batch.tokens[places], sampled)
         assert_array_equal(signals.sampler[places], scores)
         assert signals.advantages[places].tolist() == advantage.tolist()
-        assert (
-            len(sampled) == 0 or len(np.unique(marks[places])) == 1
-        )  # ratios of completions are those of whole episodes
+        assert len(sampled) == 0 or len(np.unique(marks[places])) == 1  # ratios are computed over complete episodes
         for part, number in zip(completion.segments, np.unique(batch.segment_ids[places]), strict=len(sampled) > 0):
             row = places[0][0]
             segment = batch.tokens[row][batch.segment_ids[row] == number]
@@ -269,13 +269,15 @@ def test_rows_of_episodes(mixed):
             assert_array_equal(positions, np.arange(part.size))
     by_turn = step_advantages(dataclasses.replace(config, returns="turn"), completions)
     assert [len(each) for each in by_turn.advantages] == lengths.tolist()
-    first, other = (each.episode.turn_rewards for each in completions[:2] if each.episode)  # of two parts
+    first, other = (
+        each.episode.turn_rewards for each in completions[:2] if each.episode
+    )  # an episode with two segments
     assert by_turn.advantages[0][-1] == pytest.approx((first[-1] - other[-1]) / 2)
     row_sums = step_advantages(RLConfig(samples=2, aggregation="sequence"), completions)
-    assert_allclose(row_sums.weights[known] * lengths[known], 1 / known.sum())  # an episode counts once
+    assert_allclose(row_sums.weights[known] * lengths[known], 1 / known.sum())  # an episode is counted once
 
 
-def test_files_of_episodes_are_exact(mixed, tmp_path):
+def test_episodes_survive_saving_and_loading(mixed, tmp_path):
     _, completions = mixed
     files = CompletionFiles(tmp_path)
     files.write(1, "key", StepCompletions(completions, num_prompts=3))
@@ -299,7 +301,7 @@ def test_files_of_episodes_are_exact(mixed, tmp_path):
         pytest.param([{"role": "assistant", "content": "1"}], ["assistant"], id="assistant"),
     ],
 )
-def test_bad_results_of_reset(value, names):
+def test_invalid_results_of_reset_are_refused(value, names):
     with refused(DataError, "reset", *names):
         parse_reset_result(value)
 
@@ -316,12 +318,12 @@ def test_bad_results_of_reset(value, names):
         pytest.param({"messages": ["no"]}, ["messages[0]=no"], id="message"),
     ],
 )
-def test_bad_results_of_step(value, names):
+def test_invalid_results_of_step_are_refused(value, names):
     with refused(DataError, "step", *names):
         parse_step_result(value)
 
 
-def test_results_of_reset_and_step():
+def test_results_of_reset_and_step_are_parsed():
     user, tools = {"role": "user", "content": "1"}, [{"type": "function"}]
     assert parse_reset_result({"messages": [user], "tools": tools}) == ([user], {"tools": tools})
     assert parse_step_result({"done": True, "reward": 2}) == ([], {"reward": 2.0}, True, {})
@@ -337,7 +339,7 @@ def test_results_of_reset_and_step():
 @pytest.mark.parametrize(
     ("name", "names"), [("NoStep", ["TypeError: ", "step"]), ("function", ["reset", "step"])], ids=["class", "function"]
 )
-def test_bad_classes(games, name, names):
+def test_invalid_environment_classes_are_refused(games, name, names):
     config = RLConfig(environment=f"{games}:{name}")
     with refused(ConfigError, f"rl.environment='{games}:{name}'", *names):
         EpisodeSampler(config, ByteTokenizer(), None, max_tokens=9, stop_ids=(), engine=None)
@@ -354,6 +356,6 @@ def test_bad_classes(games, name, names):
         pytest.param(dict(environment="a.py:A", overlong_buffer=8), ["rl.overlong_buffer"], id="overlong_buffer"),
     ],
 )
-def test_bad_settings(settings, names):
+def test_invalid_settings_are_refused(settings, names):
     with refused(ConfigError, *names, "rl.environment"):
         RLConfig(**settings)

@@ -1,4 +1,4 @@
-"""The best policy of one draw is known: `p* = reference * exp(reward / kl)`, normalized."""
+"""Test convergence to the known optimum for one sampled token: `p* = reference * exp(reward / kl)`, normalized."""
 
 import dataclasses
 from typing import Any
@@ -29,8 +29,8 @@ TOKENS = np.stack([[1, 2, completion] for completion in range(VOCAB)])
 DRAWN = np.tile([False, False, True], (VOCAB, 1))
 
 
-def spread(values):
-    """Numbers of completions at the token that was sampled."""
+def at_sampled_tokens(values):
+    """Return per-completion values as token signals at the sampled token."""
     return np.where(DRAWN, np.asarray(values, np.float32)[:, None], 0).astype(np.float32)
 
 
@@ -42,7 +42,7 @@ def model():
 
 
 def policy(model):
-    """The distribution of the token behind the prompt."""
+    """Return the distribution of the token after the prompt."""
     logits = model(np.asarray([[1, 2]])).logits[0, -1] / TEMPERATURE
     return np.asarray(jax.nn.softmax(logits), np.float64)
 
@@ -52,8 +52,8 @@ OPTIMIZER = OptimizerConfig(learning_rate=2e-2, schedule="constant", warmup_step
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["loss", "reward"])
-def test_the_optimum_is_reached(model, where):
-    """Every completion is in the batch, with its probability as its weight: steps have the expected gradient."""
+def test_policy_converges_to_the_optimum(model, where):
+    """The batch contains every completion, weighted by its probability, so that steps use the expected gradient."""
     reference = policy(model)
     best = reference * np.exp(REWARDS / KL)
     best /= best.sum()
@@ -65,19 +65,21 @@ def test_the_optimum_is_reached(model, where):
         now = policy(state.model)
         gain = REWARDS - (KL * np.log(now / reference) if where == "reward" else 0)
         signals = Signals(
-            policy=spread(now), advantages=spread(gain - now @ gain), completion_ids=DRAWN.astype(np.int32)
+            policy=at_sampled_tokens(now),
+            advantages=at_sampled_tokens(gain - now @ gain),
+            completion_ids=DRAWN.astype(np.int32),
         )
         if where == "loss":
-            more = dict(divergence=spread(KL * now), reference=spread(np.log(reference)))
+            more = dict(divergence=at_sampled_tokens(KL * now), reference=at_sampled_tokens(np.log(reference)))
             signals = dataclasses.replace(signals, **more)
         state, _ = trainer.step(state, Batch(tokens=TOKENS, loss_mask=DRAWN, signals=signals))
     assert_allclose(policy(state.model), best, rtol=0.02, atol=2e-3)
 
 
 @pytest.mark.slow
-def test_with_a_critic(model):
-    """The divergence is in the reward, and the critic learns what the best policy gains: `kl * log E exp(reward / kl)`,
-    the expectation under the reference."""
+def test_policy_with_a_critic_converges_to_the_optimum(model):
+    """The KL penalty is part of the reward. The critic converges to the value of the optimal policy,
+    `kl * log E exp(reward / kl)`, with the expectation under the reference."""
     reference = policy(model)
     best = reference * np.exp(REWARDS / KL)
     gain = KL * np.log(best.sum())
@@ -98,7 +100,7 @@ def test_with_a_critic(model):
         expected = float(token_values(state.critic.model, Batch(tokens=TOKENS[:1]))[0, 1])
         rewards = REWARDS - KL * np.log(now / reference)
         numbers = dict(policy=now, advantages=rewards - expected, values=np.full(VOCAB, expected), returns=rewards)
-        signals: Any = {name: spread(each) for name, each in numbers.items()}
+        signals: Any = {name: at_sampled_tokens(each) for name, each in numbers.items()}
         signals = Signals(completion_ids=DRAWN.astype(np.int32), **signals)
         state, _ = critic.step(trainer, state, Batch(tokens=TOKENS, loss_mask=DRAWN, signals=signals))
     assert_allclose(policy(state.model), best / best.sum(), rtol=0.02, atol=2e-3)

@@ -1,4 +1,4 @@
-"""Answers of a step: their rewards, advantages and weights, their files and their rows."""
+"""Test the completions of a step: rewards, advantages, weights, files and packed rows."""
 
 import copy
 import dataclasses
@@ -38,53 +38,53 @@ STEP = [
 ]
 
 
-def numbers(config, completions=STEP):
+def advantages_of(config, completions=STEP):
     return step_advantages(config, completions)
 
 
-def of_answers(found):
-    """The advantages of completions, all of whose tokens have one."""
+def per_completion(found):
+    """Return one advantage per completion; all tokens of a completion must have the same advantage."""
     assert all(len({*each.tolist()}) == 1 for each in found.advantages)
     return [each[0] for each in found.advantages]
 
 
-def test_weights_of_a_step():
-    plain = numbers(RLConfig(samples=2))
-    assert_allclose(of_answers(plain), [0.5, -0.5, 0, 0])
-    assert_allclose(plain.weights, [1 / 6, 1 / 6, 1 / 6, 0])  # no reward: not counted
-    assert_allclose(numbers(RLConfig(samples=2, aggregation="sequence")).weights, [1 / 9, 1 / 3, 1 / 6, 0])
-    constant = numbers(RLConfig(samples=2, aggregation="constant", max_new_tokens=8))
+def test_token_weights_of_a_step():
+    plain = advantages_of(RLConfig(samples=2))
+    assert_allclose(per_completion(plain), [0.5, -0.5, 0, 0])
+    assert_allclose(plain.weights, [1 / 6, 1 / 6, 1 / 6, 0])  # the last completion has no reward and is not counted
+    assert_allclose(advantages_of(RLConfig(samples=2, aggregation="sequence")).weights, [1 / 9, 1 / 3, 1 / 6, 0])
+    constant = advantages_of(RLConfig(samples=2, aggregation="constant", max_new_tokens=8))
     assert_allclose(constant.weights, [1 / 24, 1 / 24, 1 / 24, 0])
-    assert_allclose(numbers(RLConfig(samples=2, aggregation="prompt")).weights, [1 / 8, 1 / 8, 1 / 4, 0])
+    assert_allclose(advantages_of(RLConfig(samples=2, aggregation="prompt")).weights, [1 / 8, 1 / 8, 1 / 4, 0])
     cut = [completion(0, 3, 1.0, reason="length"), completion(0, 1, 0.0)]
-    masked = numbers(RLConfig(samples=2, truncated="mask"), cut)
+    masked = advantages_of(RLConfig(samples=2, truncated="mask"), cut)
     assert_allclose(masked.weights, [0, 1])
-    assert_allclose(of_answers(masked), [0, -0.5])  # its reward is compared with
-    white = numbers(RLConfig(samples=2, baseline="none", whiten=True))
+    assert_allclose(per_completion(masked), [0, -0.5])  # the masked reward is part of the baseline
+    white = advantages_of(RLConfig(samples=2, baseline="none", whiten=True))
     tokens = np.concatenate(white.advantages[:3])
     assert abs(tokens.mean()) < 1e-6 and tokens.std(ddof=1) == pytest.approx(1, abs=1e-6)
 
 
-def test_a_forked_episode_that_reaches_the_token_limit_is_truncated():
-    """Its first segment ended with a stop token; a limit of turns is not a limit of tokens."""
+def test_split_episode_at_the_token_limit_is_truncated():
+    """The first segment ended with a stop token. A limit on turns does not count as truncation."""
     first, last = completion(0, 2), completion(0, 3, reason="length")
     segments = tuple(Segment((9,), each.rollout, np.ones(len(each.rollout.tokens), bool)) for each in (first, last))
     for end, truncated in (("tokens", 1.0), ("turns", 0.0), ("done", 0.0)):
         forked = completion(0, 2, 1.0)._replace(episode=Episode(segments, turns=2, end=end))
         group = [forked, completion(0, 1, 0.0)]
         assert reward_metrics(group)["truncated"] == truncated / 2
-        assert (numbers(RLConfig(samples=2, truncated="mask"), group).weights[0] == 0) == bool(truncated)
+        assert (advantages_of(RLConfig(samples=2, truncated="mask"), group).weights[0] == 0) == bool(truncated)
         assert forked.is_truncated == (end != "done")
 
 
 def test_rows_have_the_arrays_of_each_completion():
     packed = pack_completions(
-        STEP, numbers(RLConfig(samples=2)), row_counts=[1, 2, 4], seq_len=12, completions_per_row=3
+        STEP, advantages_of(RLConfig(samples=2)), row_counts=[1, 2, 4], seq_len=12, completions_per_row=3
     )
     batch: Any = packed.batch
     signals = batch.signals
     assert batch.tokens.shape == (2, 12) and signals.max_completions == 3
-    advantages, weights, *_ = numbers(RLConfig(samples=2))
+    advantages, weights, *_ = advantages_of(RLConfig(samples=2))
     for each, advantage, weight, (rows, columns) in zip(STEP, advantages, weights, packed.sampled, strict=True):
         length, row, span = len(each.rollout.tokens), rows[0], slice(columns[0], columns[-1] + 1)
         assert batch.tokens[row, span].tolist() == each.rollout.tokens.tolist()
@@ -119,10 +119,10 @@ def test_rows_are_packed():
         and possible_row_counts(8, 8) == [8]
     )
     with refused(DataError, "4 completions", "22 tokens", "12"):
-        pack_completions(STEP, numbers(RLConfig(samples=2)), row_counts=[1], seq_len=12, completions_per_row=3)
+        pack_completions(STEP, advantages_of(RLConfig(samples=2)), row_counts=[1], seq_len=12, completions_per_row=3)
 
 
-def test_files_are_exact(tmp_path):
+def test_completions_survive_saving_and_loading(tmp_path):
     files, found = CompletionFiles(tmp_path / "rollouts"), StepCompletions(STEP, num_prompts=3, filtered_groups=1)
     assert files.read(7, "key") is None
     files.write(7, "key", found)
@@ -164,13 +164,13 @@ def test_rewards_are_weighted_sums(judge):
         assert math.isnan(nothing.reward) and not nothing.rewards
         assert nothing.error is None if name is None else name in nothing.error
     function.close()
-    scored = RewardFunction(RLConfig(reward_model="judge"))  # its score is added to 0
+    scored = RewardFunction(RLConfig(reward_model="judge"))  # the score is added to 0
     assert scored.completion(asked.prompt, asked.rollout, "2", scored.submit(asked.prompt, "2").result()).reward == 0
     with refused(ConfigError, f"rl.reward='{judge.replace(':judge', ':no')}'"):
         RewardFunction(RLConfig(reward=judge.replace(":judge", ":no")))
 
 
-def test_figures_of_rewards():
+def test_reward_metrics():
     found = reward_metrics(STEP)
     assert found["reward"] == pytest.approx(2 / 3) and found["reward_failures"] == 0.25 and found["truncated"] == 0.25
     assert found["zero_variance_groups"] == 0.5 and found["reward_std_in_groups"] == pytest.approx(0.25)
@@ -179,18 +179,18 @@ def test_figures_of_rewards():
     assert "reward" not in reward_metrics([completion(0, 1, math.nan)])
 
 
-def test_copies_have_the_same_fields_and_no_others():
+def test_copied_configs_are_equal():
     config = RLConfig(preset="ppo", kl=0.1)
     for other in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config)), config):
         assert other == config and vars(other).keys() == {field.name for field in dataclasses.fields(config)}
         assert dataclasses.replace(other, kl=0.2).preset == "ppo"
 
 
-def test_presets_are_what_is_not_set():
+def test_presets_set_default_values():
     for name, settings in PRESETS.items():
         found = RLConfig(preset=cast(Any, name))
         assert all(getattr(found, field) == value for field, value in settings.items())
-        assert RLConfig(**dict(vars(found), preset=name)) == found  # again, as when a run goes on
+        assert RLConfig(**dict(vars(found), preset=name)) == found  # the preset is applied again when a run resumes
     assert RLConfig(preset="grpo", aggregation="prompt").aggregation == "prompt"
     given = RLConfig(preset="ppo", whiten=False, policy=PolicyLoss())
     assert given.kl_in == "reward" and not given.whiten and given.policy.high == 0.28
@@ -209,6 +209,6 @@ def test_presets_are_what_is_not_set():
         ),
     ],
 )
-def test_bad_settings(settings, names):
+def test_invalid_settings_are_refused(settings, names):
     with refused(ConfigError, *names):
         RLConfig(**settings)

@@ -1,4 +1,4 @@
-"""Scores of a reward model as rewards: those of each completion alone, in any packing, and never computed again."""
+"""Test reward-model scores as rewards: independence of packing, and reuse of saved scores."""
 
 import math
 import shutil
@@ -32,7 +32,7 @@ from tests.rl.test_run import BASE, REWARDS, completions_of, metrics_of, train
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Prompts, rewards, and a model with a new head of scores."""
+    """Return a folder with prompts, reward functions, and a model with a new score head."""
     folder = tmp_path_factory.mktemp("add_scores")
     (folder / "rewards.py").write_text(REWARDS)
     rows = [f'{{"prompt": "the cat {number}", "number": {number}}}' for number in range(6)]
@@ -59,7 +59,7 @@ def completion(context, sampled, reward=0.0, **more):
 
 
 def test_scores_do_not_depend_on_packing(folder):
-    """Completed and truncated completions, and an episode, which is scored at its last sampled token."""
+    """Cases: complete and truncated completions, and an episode, which is scored at its last sampled token."""
     scorer = reward_model(folder, reward_weights=("reward_model=0.5",))
     forked = (
         Segment((40, 41), rollout(42, 43), np.array([True, True])),
@@ -69,7 +69,10 @@ def test_scores_do_not_depend_on_packing(folder):
     groups = [
         [completion([30, 31, 32], rollout(33, 34, 257)), completion([30, 31, 32], rollout(35, reason="length"))],
         [completion([40, 41], forked[0].rollout, episode=episode), completion([7] * 20, rollout(1, 2, 3))],
-        [completion([9], rollout(257)), completion([9], rollout(8, 257), math.nan)],  # more than a batch holds
+        [
+            completion([9], rollout(257)),
+            completion([9], rollout(8, 257), math.nan),
+        ],  # more completions than fit into a batch
     ]
     scores = scorer.add_scores(groups)
     read = [[30, 31, 32, 33, 34, 257], [30, 31, 32, 35], [50, 51, 52, 60, 61, 62], [*[7] * 20, 1, 2, 3], [9, 257]]
@@ -80,11 +83,11 @@ def test_scores_do_not_depend_on_packing(folder):
         want = float(reward_scores(scorer._model, batch)[0, 0])
         assert each.rewards == {"reward_model": pytest.approx(want, abs=1e-5)} and abs(want) > 1e-3
         assert each.reward == pytest.approx(0.5 * want, abs=1e-5) and each.error is None
-    with compilations() as compiled:  # one program for all lengths
+    with compilations() as compiled:  # a single program for all lengths
         scorer.add_scores([[completion([3] * 9, rollout(4, 5)), completion([6], rollout(7, 8, 9, 10))]] * 2)
     assert not compiled
     nothing = scores[2][1]
-    assert math.isnan(nothing.reward) and not nothing.rewards  # what could not be judged has no score either
+    assert math.isnan(nothing.reward) and not nothing.rewards  # a completion without rewards has no score
     scorer._model = replaced(scorer._model, {"head.kernel": named_leaves(scorer._model)["head.kernel"] * np.nan})
     (broken, _), *_ = scorer.add_scores(groups[:1])
     assert math.isnan(broken.reward) and broken.rewards == {} and broken.error is not None
@@ -103,7 +106,7 @@ def test_models_without_scores_are_refused(folder):
 
 @pytest.mark.slow
 def test_scores_are_not_computed_again(folder):
-    """They are saved with the completions of a killed run. Another reward model computes new scores."""
+    """Scores are saved with the completions of a killed run. A different reward model computes new scores."""
     more: Any = dict(rl__reward_model=folder / "judge", batch_size=6)
     train(folder, "whole", held_out=folder / "prompts.jsonl", **more)
     for row in steps_of(folder / "whole"):
@@ -126,4 +129,4 @@ def test_scores_are_not_computed_again(folder):
     train(folder, "alone", **more | {"rl__reward_model": folder / "other"})
     assert [
         each.rewards for each in completions_of(folder, "alone", 1).completions
-    ] != before  # by the weights of a run
+    ] != before  # computed with the weights of a run

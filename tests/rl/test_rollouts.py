@@ -1,4 +1,4 @@
-"""Answers that a thread draws one step ahead: by which weights, to which prompts, after a kill, and its errors."""
+"""Test sampling one step ahead in a thread: used weights and prompts, resuming after a kill, and errors."""
 
 import collections
 import copy
@@ -32,7 +32,7 @@ Call = collections.namedtuple("Call", "step version prompts")
 
 
 class Engine:
-    """Engine without a model: it knows the version of its weights, and steps as long as it may."""
+    """Fake engine without a model. It knows the version of its weights."""
 
     def __init__(self, model, config):
         self.version: int | None = 0
@@ -51,7 +51,7 @@ class Engine:
 
 
 class FakeSampler(Sampler):
-    """Draws the number of the weights; the rewards of every third prompt are the same, and teach nothing."""
+    """Fake sampler that returns the version of the weights. Every third prompt has equal rewards."""
 
     def __init__(self, fails: str | None = None, hangs: bool = False):
         super().__init__(SamplerEngine(Engine, EngineConfig()))
@@ -80,8 +80,8 @@ MODEL = ed.abstract(ed.get_config("tiny"))
 
 
 @pytest.fixture(autouse=True)
-def read_weights(monkeypatch):
-    """Replace the fingerprint of weights by the number of the step; return the list of computed fingerprints."""
+def count_fingerprints(monkeypatch):
+    """Replace the fingerprint of weights with the step number. Returns the list of computed fingerprints."""
     computed = []
 
     def fingerprint(self, state):
@@ -93,7 +93,7 @@ def read_weights(monkeypatch):
 
 
 class Trained:
-    """A run of steps: what they learn from, and what a checkpoint has."""
+    """Fake run that records the completions of each step and the state saved in checkpoints."""
 
     def __init__(self, folder, staleness, *, sampler=None, start=0, prompt=0, dynamic=False):
         more: Any = dict(dynamic_sampling=dynamic, max_staleness=staleness)
@@ -124,14 +124,14 @@ class Trained:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_sampling_ahead_uses_the_weights_of_the_step_before(tmp_path, dynamic):
+def test_sampling_ahead_uses_the_weights_of_the_previous_step(tmp_path, dynamic):
     strict, ahead = (Trained(tmp_path / str(one), one, dynamic=dynamic).run() for one in (0, 1))
     by_step = {call.step: call.version for call in strict.sampler.calls}
     assert [*by_step.values()] == [0, 1, 2, 3, 4, 5]
     assert {call.step: call.version for call in ahead.sampler.calls} == dict(
         zip(by_step, [0, 0, 1, 2, 3, 4], strict=True)
     )
-    # in the order of prompts, the same as without a thread, which takes some from the cursor
+    # prompts have the order of a run without the thread, although the thread takes prompts ahead
     assert [call.prompts for call in ahead.sampler.calls] == [call.prompts for call in strict.sampler.calls]
     assert [cursor for _, cursor, _ in ahead.learned] == [cursor for _, cursor, _ in strict.learned]
     assert ahead.learned[-1][1] > 2 * STEPS if dynamic else ahead.learned[-1][1] == 2 * STEPS
@@ -144,41 +144,43 @@ def test_sampling_ahead_uses_the_weights_of_the_step_before(tmp_path, dynamic):
 @pytest.mark.slow(fast=("2-False",))
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("killed", [2, 3, 5])
-def test_a_resumed_run_has_the_completions_of_the_same_weights(tmp_path, killed, dynamic):
-    """Resumed from the checkpoint of step 2, after a kill at that step or while later completions were sampled."""
+def test_resumed_run_has_completions_of_the_same_weights(tmp_path, killed, dynamic):
+    """The run resumes from the checkpoint of step 2, after a kill at that step or during later sampling."""
     whole = Trained(tmp_path / "whole", 1, dynamic=dynamic).run()
     first = Trained(tmp_path / "run", 1, dynamic=dynamic).run(2)
     first.rollouts.before_checkpoint(first.state)
     checkpoint: Any = dict(start=2, prompt=first.prompts.get_state()["prompt"])
     first.run(killed)
-    first.rollouts.wait()  # what it had not yet written is lost
+    first.rollouts.wait()  # unwritten completions are lost
     again = Trained(tmp_path / "run", 1, dynamic=dynamic, **checkpoint).run()
     assert [row[:2] for row in again.learned] == [row[:2] for row in whole.learned[2:]]
     seeds = [call.step for call in again.sampler.calls]
     assert seeds == [call.step for call in whole.sampler.calls if int(call.step[2:]) > max(3, killed)]
     moved = Trained(tmp_path / "run", 1, dynamic=dynamic, start=2, prompt=checkpoint["prompt"] + 1).run(3)
     moved.rollouts.wait()
-    assert next(call.step for call in moved.sampler.calls) == "0/4"  # to other prompts
-    alone = Trained(tmp_path / "other", 1, **checkpoint).run(3)  # without the files: by the weights that there are
+    assert next(call.step for call in moved.sampler.calls) == "0/4"  # completions of other prompts
+    alone = Trained(tmp_path / "other", 1, **checkpoint).run(
+        3
+    )  # without the files, completions are sampled with the current weights
     assert alone.versions()[0] == 2
 
 
-def test_weights_are_read_once_for_each_step(tmp_path, read_weights):
+def test_weights_are_fingerprinted_once_per_step(tmp_path, count_fingerprints):
     """This also holds if a checkpoint follows. Without sampling ahead, a checkpoint reads no weights."""
     for staleness in (0, 1):
         trained = Trained(tmp_path / str(staleness), staleness)
-        read_weights.clear()
+        count_fingerprints.clear()
         for step in range(1, 4):
             trained.run(step)
             trained.rollouts.before_checkpoint(trained.state)
-        assert read_weights == ([0, 1, 2] if staleness == 0 else [0, 1, 2, 3])
+        assert count_fingerprints == ([0, 1, 2] if staleness == 0 else [0, 1, 2, 3])
 
 
 def test_errors_of_the_sampling_thread_are_raised(tmp_path):
     for name in ("for_step", "before_checkpoint", "wait"):
         trained = Trained(tmp_path / name, 1, sampler=FakeSampler(fails="0/3"))
         trained.run(2)
-        with refused(ValueError, "the sampler has lost its devices"):  # the error of `FakeSampler`
+        with refused(ValueError, "the sampler has lost its devices"):  # raised by `FakeSampler`
             if name == "for_step":
                 trained.run(3)
             elif name == "wait":
@@ -198,7 +200,7 @@ def test_closing_ends_the_sampling_thread(tmp_path):
         ahead.completions.result()
 
 
-def test_bad_staleness_is_refused_and_corrected_for():
+def test_staleness_is_validated_and_corrected_by_tis():
     with refused(ConfigError, "rl.max_staleness=1"):
         TrainConfig(**RUN, rl=RLConfig(reward="r.py:f", max_staleness=1))
     with refused(ConfigError, "rl.max_staleness=2"):

@@ -1,4 +1,4 @@
-"""Experts of sampled tokens: in files, in rows, over the turns of an episode, and in runs."""
+"""Test saved experts of sampled tokens: in files, packed rows, turns of an episode, and runs."""
 
 import json
 import shutil
@@ -26,13 +26,13 @@ LAYERS, CHOICES = 2, 3
 
 
 def experts_of(tokens, first=0):
-    """Other ones for each token, -1 of the last."""
+    """Return different experts for each token, and -1 for the last token."""
     experts = (first + np.arange(tokens * LAYERS * CHOICES, dtype=np.int16)).reshape(tokens, LAYERS, CHOICES)
     experts[-1] = -1
     return experts
 
 
-def answer_of(prompt, tokens, first=0):
+def completion_of(prompt, tokens, first=0):
     ids, zeros = np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.float32)
     rollout = Rollout(ids, zeros, ids * 0, "stop", experts_of(prompt + tokens, first))
     return Completion(Prompt(first, (7,) * prompt, {"prompt": ""}), rollout, "", 1.0)
@@ -40,10 +40,10 @@ def answer_of(prompt, tokens, first=0):
 
 @pytest.mark.parametrize("first", [0, 300])
 def test_experts_are_saved_and_packed_with_their_tokens(tmp_path, first):
-    """-1 for padding."""
-    plain = answer_of(2, 2)
+    """Padding has -1."""
+    plain = completion_of(2, 2)
     plain = plain._replace(rollout=plain.rollout._replace(experts=None))
-    completions = [answer_of(3, 2, first), answer_of(1, 4), plain]
+    completions = [completion_of(3, 2, first), completion_of(1, 4), plain]
     files = CompletionFiles(tmp_path)
     files.write(1, "key", StepCompletions(completions, num_prompts=3))
     found = files.read(1, "key")
@@ -62,11 +62,11 @@ def test_experts_are_saved_and_packed_with_their_tokens(tmp_path, first):
     assert nothing.experts is None
 
 
-def test_a_turn_keeps_the_experts_of_its_sampling():
-    """The next turn reads all tokens again, and adds the experts of tokens that were not read before."""
+def test_turns_keep_the_experts_used_for_sampling():
+    """The next turn processes all tokens again, and adds the experts of tokens that are new."""
     episode = OpenEpisode(prompt=Prompt(0, (), {}), sample=0, seed=0, number=0)
     episode.start_segment((1, 2, 3))
-    first, second = answer_of(3, 2).rollout, answer_of(7, 3, 100).rollout
+    first, second = completion_of(3, 2).rollout, completion_of(7, 3, 100).rollout
     silence, left = ParsedTurn({"message": {}}, {"role": "assistant", "content": ""}), dict(tokens_left=9, turns_left=9)
     episode.add_completion(first, silence, **left)
     episode.add_environment_tokens([4, 5])
@@ -86,7 +86,7 @@ def test_a_turn_keeps_the_experts_of_its_sampling():
 
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory):
-    """A checkpoint with experts, whose router decides by little."""
+    """Return a checkpoint with experts and small differences between router logits."""
     config, _ = read_config(ROOT / "tests" / "fixtures" / "mixtral_window")
     model = ed.init(with_fields(config, ["vocab_size=320", "num_experts=6"]), key=jax.random.key(1))
     path = tmp_path_factory.mktemp("sparse") / "model"
@@ -104,7 +104,7 @@ def _elsewhere(rollout):
 
 @pytest.mark.slow
 def test_runs_replay_the_experts_of_the_sampler(folder, sparse):  # noqa: F811
-    """On one device, on meshes and one step ahead. A killed run has the experts in its files of completions."""
+    """Cases: one device, meshes, and sampling one step ahead. Files of completions contain the experts after a kill."""
     more: Any = dict(init_from=sparse, steps=3, batch_size=8)
     train(folder, "plain-routing", **more)
     train(folder, "replayed", "--rl.routing-replay", **more)
@@ -117,7 +117,7 @@ def test_runs_replay_the_experts_of_the_sampler(folder, sparse):  # noqa: F811
     (folder / "rewards.py.closed").write_text("")
     train(folder, "replayed", "--rl.routing-replay", **more)
     (folder / "rewards.py.closed").unlink()
-    shutil.rmtree(folder / "replayed" / "checkpoints")  # other experts in the file: the trainer takes them
+    shutil.rmtree(folder / "replayed" / "checkpoints")  # the trainer must use the experts of the edited file
     files, (key, *_) = CompletionFiles(folder / "replayed" / "rollouts"), _lines(folder / "replayed" / "rollouts", 1)
     changed: Any = files.read(1, json.loads(key)["key"])
     moved = [each._replace(rollout=_elsewhere(each.rollout)) for each in changed.completions]

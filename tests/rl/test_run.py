@@ -1,4 +1,4 @@
-"""Runs with rewards: on policy, found again after a kill, with any reference, on meshes as on one device."""
+"""Test RL runs with rewards: on-policy sampling, resuming after a kill, references and meshes."""
 
 import json
 import re
@@ -49,8 +49,8 @@ def write_task(folder):
     return folder
 
 
-def words_of(folder, name, *more, reward="length", **changes):
-    """A command line of a short run."""
+def arguments_of(folder, name, *more, reward="length", **changes):
+    """Return the command-line arguments of a short run."""
     wanted = {
         "run-dir": folder / name,
         "method": "rl",
@@ -76,7 +76,7 @@ def words_of(folder, name, *more, reward="length", **changes):
 
 
 def train(folder, name, *more, code=0, devices=1, **changes):
-    return call("train", *words_of(folder, name, *more, **changes), code=code, devices=devices)
+    return call("train", *arguments_of(folder, name, *more, **changes), code=code, devices=devices)
 
 
 def completions_of(folder, name, step):
@@ -124,8 +124,8 @@ def test_completions_are_on_policy(whole):
 
 
 @pytest.mark.slow
-def test_a_killed_run_reuses_its_completions(whole):
-    """It has the same weights at step 3 and computes no reward twice."""
+def test_killed_run_reuses_its_completions(whole):
+    """The resumed run has the same weights at step 3 and computes no reward twice."""
     shutil.copytree(whole / "whole", whole / "killed")
     (newest,) = (each for each in (whole / "killed" / "checkpoints").iterdir() if each.name.endswith("4"))
     shutil.rmtree(newest)
@@ -139,16 +139,16 @@ def test_a_killed_run_reuses_its_completions(whole):
 
 
 @pytest.mark.slow
-def test_a_killed_run_without_files_samples_the_same_completions(whole):
+def test_killed_run_without_files_samples_equal_completions(whole):
     train(whole, "two", steps=2, optimizer__schedule="constant", held_out=whole / "prompts.jsonl")
     shutil.rmtree(whole / "two" / "rollouts")
     train(whole, "two", steps=3, optimizer__schedule="constant", held_out=whole / "prompts.jsonl")
-    train(whole, "three", steps=3, optimizer__schedule="constant")  # evaluations change nothing
+    train(whole, "three", steps=3, optimizer__schedule="constant")  # evaluations do not change training
     assert metrics_of(whole, "two") == metrics_of(whole, "three")
 
 
 @pytest.mark.slow
-def test_a_mesh_microbatches_and_a_reference(folder):
+def test_run_with_a_mesh_microbatches_and_a_reference(folder):
     more: dict[str, Any] = dict(rl__kl=0.1, steps=3)
     train(folder, "one", **more)
     train(folder, "mesh", "--mesh.fsdp", 2, devices=4, **more)
@@ -156,13 +156,13 @@ def test_a_mesh_microbatches_and_a_reference(folder):
     for name in ("mesh", "parts"):
         assert_allclose(metrics_of(folder, name), metrics_of(folder, "one"), atol=1e-4)
     rows = steps_of(folder / "one")
-    assert abs(rows[0]["k1"]) < 1e-6 and rows[-1]["k3"] > 0  # computed by two programs
+    assert abs(rows[0]["k1"]) < 1e-6 and rows[-1]["k3"] > 0  # computed by two different programs
     train(folder, "pairs", lora__rank=2, rl__kl_in="reward", **more)
     assert abs(steps_of(folder / "pairs")[0]["k1"]) < 1e-6
 
 
 @pytest.mark.slow
-def test_rewards_that_hang_and_groups_with_equal_rewards(folder):
+def test_reward_timeouts_and_groups_with_equal_rewards(folder):
     _, err = train(folder, "hangs", reward="hangs", steps=1, rl__reward_seconds=0.3)
     (row,) = steps_of(folder / "hangs")
     assert 0 < row["reward_failures"] < 1
@@ -174,7 +174,7 @@ def test_rewards_that_hang_and_groups_with_equal_rewards(folder):
         assert found.num_prompts == 3 + found.filtered_groups and len(found.completions) == 12
     assert steps_of(folder / "same")[0]["zero_variance_groups"] == 0
     shutil.rmtree(folder / "same" / "checkpoints")
-    train(folder, "same", "--rl.dynamic-sampling", reward="same", steps=2)  # the cursor goes on behind all prompts
+    train(folder, "same", "--rl.dynamic-sampling", reward="same", steps=2)  # the cursor continues after all prompts
 
 
 @pytest.mark.slow
@@ -211,19 +211,19 @@ def test_settings_take_effect(whole, flags):
         pytest.param({"method": "sft"}, ["--rl.reward=", "--method='sft'"], id="method"),
     ],
 )
-def test_bad_settings_are_refused(folder, changes, names):
+def test_invalid_settings_are_refused(folder, changes, names):
     _, err = train(folder, "refused", code=2, **changes)
     assert_names(err, *names)
 
 
 @pytest.mark.slow
-def test_a_model_without_experts_is_refused(folder):
+def test_routing_replay_without_experts_is_refused(folder):
     _, err = train(folder, "refused", "--rl.routing-replay", code=2)
     assert_names(err, "--rl.routing-replay=True")
 
 
 @pytest.mark.slow
-def test_the_fingerprint_is_of_every_bit():
+def test_fingerprint_depends_on_every_bit():
     model = ed.load_hf(BASE)
     first = int(weights_fingerprint(model))
     assert first == int(weights_fingerprint(jax.tree.map(lambda leaf: leaf + 0, model)))
@@ -236,8 +236,8 @@ def test_the_fingerprint_is_of_every_bit():
 
 
 @pytest.mark.slow
-def test_teachers(folder):
-    """A teacher equal to the student has no divergence; that of another one falls, with and without rewards."""
+def test_on_policy_distillation_from_a_teacher(folder):
+    """The divergence of an equal teacher is 0; that of another teacher decreases, with and without rewards."""
     more: dict[str, Any] = dict(steps=2)
     train(folder, "same-teacher", "--rl.teacher", BASE, "--rl.teacher-weight", 2, reward="same", **more)
     first = steps_of(folder / "same-teacher")[0]

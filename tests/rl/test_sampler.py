@@ -1,4 +1,4 @@
-"""Samplers with another layout, or other devices, than those that train: the same completions, and runs that go on."""
+"""Test samplers with a different layout or different devices than the trainer: completions and resuming."""
 
 import dataclasses
 import json
@@ -36,12 +36,12 @@ from tests.commands import ENVIRONMENT, ROOT, call, steps_of
 from tests.compare import assert_allclose
 from tests.errors import assert_names, refused
 from tests.programs import compilations
-from tests.rl.test_run import BASE, completions_of, folder, train, words_of  # noqa: F401
+from tests.rl.test_run import BASE, arguments_of, completions_of, folder, train  # noqa: F401
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A checkpoint whose heads can be split."""
+    """Return a checkpoint with heads that can be sharded."""
     config, _ = read_config(BASE)
     model = ed.init(with_fields(config, ["num_kv_heads=2", "num_layers=2"]), key=jax.random.key(1))
     ed.save_hf(model, tmp_path_factory.mktemp("base") / "model", family="llama", tokenizer=BASE)
@@ -49,7 +49,7 @@ def base(tmp_path_factory):
 
 
 class Recorder:
-    """Engine that holds a model, as `Engine` does."""
+    """Fake engine that stores the loaded model."""
 
     def __init__(self, model, config):
         self.model, self.version = model, 0
@@ -64,8 +64,8 @@ class Recorder:
 
 
 @pytest.mark.slow
-def test_each_load_places_the_weights(base, monkeypatch):
-    """With one plan and without compiling again; there are never two copies."""
+def test_loading_places_the_weights_with_one_plan(base, monkeypatch):
+    """All loads use a single plan without compiling again, and there are never two copies of the weights."""
     devices = jax.devices()[:4]
     base = ed.load_hf(base, layout=ed.Layout.create(fsdp=4, devices=devices))
     layout = SamplerConfig(tensor=2).layout(devices, base)
@@ -90,8 +90,8 @@ def test_each_load_places_the_weights(base, monkeypatch):
 
 
 @pytest.mark.slow
-def test_copies_in_the_compute_dtype_are_cut_on_gpus(base, monkeypatch):
-    """The trainer's weights are not deleted, stacked copies are, and a second load compiles nothing."""
+def test_copies_in_the_compute_dtype_are_unstacked_on_gpus(base, monkeypatch):
+    """Trainer weights are kept, stacked copies are deleted, and a second load compiles nothing."""
     monkeypatch.setattr(unstack, "MIN_BYTES", 0)
     monkeypatch.setattr(ed.Layout, "backend", backend_of("gpu"))
     layout = ed.Layout.create(devices=jax.devices()[:1])
@@ -114,8 +114,8 @@ def test_copies_in_the_compute_dtype_are_cut_on_gpus(base, monkeypatch):
 
 
 @pytest.mark.slow
-def test_completions_of_another_layout_are_the_same(folder, base):  # noqa: F811
-    """Training with fsdp and sampling with tensor: the same tokens and, up to rounding, log-probs; also resumed."""
+def test_completions_do_not_depend_on_the_sampler_layout(folder, base):  # noqa: F811
+    """With FSDP training and tensor-parallel sampling, tokens are equal and log-probs equal up to rounding."""
     both: Any = dict(devices=4, batch_size=8, init_from=base)
     train(folder, "fsdp", "--mesh.fsdp", 4, steps=3, **both)
     more = ("--mesh.fsdp", 4, "--sampler.tensor", 2, "--sampler.data", 2)
@@ -136,7 +136,7 @@ def test_completions_of_another_layout_are_the_same(folder, base):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_copies_in_the_compute_dtype_draw_the_same(folder):  # noqa: F811
+def test_copies_in_the_compute_dtype_sample_equal_tokens(folder):  # noqa: F811
     for name in ("compute-dtype", "no-compute-dtype"):
         train(folder, name, f"--sampler.{name}", "--dtype", "bfloat16", steps=3)
     rows = [
@@ -151,14 +151,14 @@ AHEAD = ("--sampler.devices", 2, "--sampler.tensor", 2, "--mesh.fsdp", 2, "--rl.
 
 
 def start_ahead(folder, name, base, **changes):  # noqa: F811
-    """A run in a separate process: two devices train with fsdp, two sample with tensor, one step ahead."""
+    """Start a run in a separate process: two devices train with FSDP, two sample one step ahead with tensor."""
     environment = ENVIRONMENT | {"XLA_FLAGS": f"{ENVIRONMENT.get('XLA_FLAGS', '')} {DEVICES}"}
     more: Any = dict(
         steps=9, checkpoint_every=3, rl__max_new_tokens=24, held_out=folder / "prompts.jsonl", eval_every=4
     )
     more |= dict(held_out=folder / "prompts.jsonl")
     command = [sys.executable, str(ROOT / "scripts" / "train.py")]
-    words = words_of(folder, name, *AHEAD, init_from=base, **(more | changes))
+    words = arguments_of(folder, name, *AHEAD, init_from=base, **(more | changes))
     return subprocess.Popen([*command, *words], env=environment, cwd=ROOT, text=True, stderr=subprocess.PIPE)
 
 
@@ -169,8 +169,8 @@ def rows_of(path):
 NAMES = ("step", "loss", "reward", "log_prob_gap", "importance", "staleness", "staleness_max", "grad_norm")
 
 
-def end_of(path):
-    """The metrics, completions and weights of a run."""
+def results_of(path):
+    """Return the metrics, completions and weights of a run."""
     figures = {row["step"]: [row[name] for name in NAMES] for row in rows_of(path)}
     files = CompletionFiles(path / "rollouts")
     lines = [zstd_module().decompress(files.path(step).read_bytes()).splitlines() for step in sorted(figures)]
@@ -179,12 +179,12 @@ def end_of(path):
 
 
 @pytest.mark.slow
-def test_a_run_ahead_is_the_same_however_often_it_is_killed(folder, base):  # noqa: F811
-    """kill -9 at random times, and Ctrl-C: metrics, tokens, rewards and weights equal an uninterrupted run."""
+def test_asynchronous_run_resumes_exactly_after_kills(folder, base):  # noqa: F811
+    """After `kill -9` at random times and Ctrl-C, metrics, tokens, rewards and weights equal an uninterrupted run."""
     process = start_ahead(folder, "ahead", base)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err[-2000:]
-    figures, completions, weights = end_of(folder / "ahead")
+    figures, completions, weights = results_of(folder / "ahead")
     assert [row[5] for row in figures.values()] == [row[6] for row in figures.values()] == [0.0, *[1.0] * 8]
     assert figures[1][3] <= 1e-5 < figures[2][3] and any(row[4] != 1.0 for row in figures.values())
     generator, path = random.Random(int(os.environ.get("FRESH_SEED", 0))), folder / "often"
@@ -199,14 +199,14 @@ def test_a_run_ahead_is_the_same_however_often_it_is_killed(folder, base):  # no
     process = start_ahead(folder, "often", base)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err[-2000:]
-    again, their_answers, their_weights = end_of(path)
+    again, their_answers, their_weights = results_of(path)
     assert again == figures and their_answers == completions
     assert all(np.array_equal(leaf, their_weights[name]) for name, leaf in weights.items())
 
 
 @pytest.mark.slow
-def test_devices_apart_draw_on_policy_without_staleness(folder, base):  # noqa: F811
-    """Tokens equal those of a run in which all devices train and sample. A failing reward ends both runs."""
+def test_separate_sampler_devices_are_on_policy_without_staleness(folder, base):  # noqa: F811
+    """Tokens equal those of a run in which all devices train and sample. A failing reward function stops both runs."""
     both: Any = dict(devices=2, steps=2, init_from=base)
     train(folder, "do-both", "--mesh.fsdp", 2, **both)
     train(folder, "apart", "--mesh.fsdp", 2, "--sampler.devices", 6, "--sampler.tensor", 2, **both)
@@ -217,7 +217,7 @@ def test_devices_apart_draw_on_policy_without_staleness(folder, base):  # noqa: 
 
 
 @pytest.mark.slow
-def test_a_reward_model_is_on_the_sampler_s_devices(folder, base):  # noqa: F811
+def test_reward_model_is_placed_on_the_sampler_devices(folder, base):  # noqa: F811
     judge = folder / "judge"
     ed.save_hf(add_score_head(ed.load_hf(base), key=jax.random.key(1)), judge, tokenizer=BASE)
     more: Any = dict(steps=4, init_from=base, rl__reward_model=judge)
@@ -228,7 +228,7 @@ def test_a_reward_model_is_on_the_sampler_s_devices(folder, base):  # noqa: F811
     assert [row["staleness"] for row in other] == [0, 1, 1, 1]
 
 
-def test_bad_devices_are_refused(folder, monkeypatch):  # noqa: F811
+def test_invalid_devices_are_refused(folder, monkeypatch):  # noqa: F811
     with refused(ConfigError, "kv_heads=1", "sampler.tensor=2"):
         SamplerConfig(tensor=2).layout(jax.devices()[:2], ed.load_hf(BASE))
     with refused(ConfigError, "sampler.tensor=3"):
@@ -248,7 +248,7 @@ def test_bad_devices_are_refused(folder, monkeypatch):  # noqa: F811
         TrainConfig(method="distill", init_from="a", distill=teacher, sampler=SamplerConfig(devices=2))
 
 
-def test_the_settings_that_place_a_sampler():
+def test_sampler_placement_settings():
     devices, shown = jax.devices()[:4], set()
     for changes in ({}, {"data": 4}, {"fsdp": 4}, {"tensor": 4}, {"expert": 4}):
         layout = dataclasses.replace(SamplerConfig(), **changes).layout(devices, None)
@@ -260,8 +260,8 @@ def test_the_settings_that_place_a_sampler():
 
 
 @pytest.mark.slow
-def test_a_student_may_draw_one_step_ahead(folder, base):  # noqa: F811
-    """With exact resuming."""
+def test_on_policy_distillation_with_sampling_one_step_ahead(folder, base):  # noqa: F811
+    """Resuming is exact."""
     plain: Any = {"method": "distill", "distill.divergence": "reverse", "distill.teacher": BASE, "rl.prompts": 3}
     plain |= {"rl.samples": 4, "rl.max-new-tokens": 6, "rl.slots": 4, "batch-size": 8, "seq-len": 96, "eval-every": 0}
     plain |= {"init-from": base, "data": folder / "prompts.jsonl", "sample-tokens": 0, "checkpoint-every": 1}

@@ -1,4 +1,4 @@
-"""Python functions as tools: schemas, calls, errors, and the tokens of calls and results."""
+"""Test Python functions as tools: schemas, calls, errors, and the tokens of calls and results."""
 
 import json
 from typing import Any, Literal
@@ -117,7 +117,7 @@ RECORDED = """
 """
 
 
-def test_schemas_are_those_of_transformers():
+def test_schemas_equal_those_of_transformers():
     decoder, text, found = json.JSONDecoder(), RECORDED.strip(), []
     while text:
         value, end = decoder.raw_decode(text)
@@ -166,8 +166,8 @@ def test_functions_without_a_schema_are_refused(function, names):
         ToolEnvironment.of([function], print)
 
 
-def answer_with(*calls, text="", unread=(), turns=5):
-    """An completion with tool calls, as environments get it."""
+def completion_with_calls(*calls, text="", unread=(), turns=5):
+    """Return a completion with tool calls, as it is passed to environments."""
     tool_calls = [
         {"type": "function", "id": str(number), "function": {"name": name, "arguments": arguments}}
         for number, (name, arguments) in enumerate(calls)
@@ -191,7 +191,7 @@ def test_calls_are_run_and_errors_are_returned():
     start = parse_reset_result(environment.reset({"prompt": "?", "answer": "yes"}, 0))
     assert [*start.messages] == [{"role": "user", "content": "?"}] and len(start.variables["tools"]) == 2
     calls = [("weather", {"city": "Ü"}), ("weather", {"town": 1}), ("broken", {"a": 1}), ("wether", {})]
-    turn = parse_step_result(environment.step(answer_with(*calls, unread=["it is no JSON"])))
+    turn = parse_step_result(environment.step(completion_with_calls(*calls, unread=["it is no JSON"])))
     texts = [str(each["content"]) for each in turn.messages]
     assert texts[0] == '{"Ü": 2.0}'
     names = (["TypeError: ", "'town'"], ["KeyError: 'no'"], ["'wether'", "weather, broken"], ["it is no JSON"])
@@ -200,16 +200,16 @@ def test_calls_are_run_and_errors_are_returned():
     assert [each["tool_call_id"] for each in turn.messages] == ["0", "1", "2", "3", "9"] and not turn.done
     assert {each["role"] for each in turn.messages} == {"tool"} and turn.messages[0]["name"] == "weather"
     assert turn.metrics == {"tool_calls": 4, "failed_calls": 3, "malformed_calls": 1} and turn.rewards == {}
-    end = parse_step_result(environment.step(answer_with(text="yes")))
+    end = parse_step_result(environment.step(completion_with_calls(text="yes")))
     assert end.done and end.rewards == {"reward": 1.0} and not end.messages
-    limit = parse_step_result(environment.step(answer_with(("weather", {"city": "a"}), text="no", turns=0)))
+    limit = parse_step_result(environment.step(completion_with_calls(("weather", {"city": "a"}), text="no", turns=0)))
     assert not limit.done and limit.rewards == {"reward": 0.0} and limit.messages
     with refused(ValueError, "messages", "prompt"):
         environment.reset({}, 0)
 
 
 class Script:
-    """Engine with the given completions, turn by turn."""
+    """Fake engine that returns the given completions in order."""
 
     config: Any = None
 
@@ -233,7 +233,7 @@ class Script:
         ]
 
     def release(self):
-        """Drop nothing."""
+        """Do nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +249,7 @@ def file(tmp_path_factory):
 
 
 def play(file, tokenizer, name, completions, *, which="Sums", task=None, **settings: Any):
-    """Play an episode with a template, in which the model generates `completions`."""
+    """Run an episode in which the model generates `completions`."""
     template = with_special_tokens_as_text(template_of(name), tokenizer)
     config = RLConfig(environment=f"{file}:{which}", reward_workers=1, **settings)
     stops = [
@@ -286,7 +286,7 @@ RESULTS = {
     [("qwen3", HERMES, "5<|im_end|>"), ("llama3", LLAMA, "5<|eot_id|>"), ("mistral", MISTRAL, " 5</s>")],
 )
 def test_tool_results_follow_the_sampled_tokens(file, tokenizer, name, call, last):
-    """Sampled tokens stay, also if the template would write the call with other whitespace."""
+    """Sampled tokens are kept, even if the template would render the call with different whitespace."""
     completion, engine = play(file, tokenizer, name, [call, last])
     assert completion.reward == 1.0 and len(completion.segments) == 1 and completion.rewards == {"right": 1.0}
     assert completion.episode is not None and (completion.episode.turns, completion.episode.end) == (2, "done")
@@ -319,7 +319,7 @@ def test_tools_with_state_and_the_limit_of_turns(file, tokenizer):
 
 
 @pytest.mark.slow
-def test_the_format_of_calls_is_a_setting(file, tokenizer):
+def test_format_of_calls_is_a_setting(file, tokenizer):
     call = LLAMA.replace("<|eot_id|>", "<|im_end|>")
     completion, _ = play(file, tokenizer, "qwen3", [call, "5<|im_end|>"], tool_call_parser="llama3_json")
     assert completion.reward == 1.0 and completion.episode is not None and completion.episode.metrics["tool_calls"] == 1
@@ -332,6 +332,6 @@ def test_the_format_of_calls_is_a_setting(file, tokenizer):
     [("Unjudged", ["TypeError: ", "reward"]), ("add", ["reset", "step"])],
     ids=["no-reward", "function"],
 )
-def test_bad_classes(file, tokenizer, which, names):
+def test_invalid_tool_classes_are_refused(file, tokenizer, which, names):
     with refused(ConfigError, f"rl.environment='{file}:{which}'", *names):
         EpisodeSampler(RLConfig(environment=f"{file}:{which}"), tokenizer, None, max_tokens=9, stop_ids=(), engine=None)

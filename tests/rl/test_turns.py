@@ -1,4 +1,4 @@
-"""What templates add to the tokens of a conversation: as in the whole text, and never the tokens of earlier turns."""
+"""Test the tokens that a chat template adds after a completion; tokens of earlier turns never change."""
 
 import pytest
 
@@ -17,7 +17,7 @@ TALK = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"
     ("content", "ending", "rendered", "added"),
     [
         ("4", "</>", "<a>4</>\n<u>5", "\n<u>5"),
-        ("4", "", "<a>4</>\n<u>5", "</>\n<u>5"),  # a completion that was cut
+        ("4", "", "<a>4</>\n<u>5", "</>\n<u>5"),  # a truncated completion
         (" 4 \n", "</>", "<a>4</><u>", "<u>"),
         (" 4\n", "</>", "<a> 4</><u>", "<u>"),
         ("4", "</>", "<a>4<eot><u>", None),  # it ended with another token
@@ -27,7 +27,7 @@ TALK = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"
         ("4", "", "<a>4", ""),
     ],
 )
-def test_what_a_rendering_adds(content, ending, rendered, added):
+def test_text_added_by_a_rendering(content, ending, rendered, added):
     start = added_start("<a>", content, ending, rendered)
     assert start is None if added is None else rendered[start:] == added
 
@@ -41,8 +41,8 @@ def tokenizer():
 @pytest.mark.parametrize(
     ("name", "written"), [("qwen3", "4<|im_end|>"), ("llama3", "4<|eot_id|>"), ("mistral", " 4</s>")]
 )
-def test_added_tokens_complete_the_tokens_of_the_text(name, written, tokenizer):
-    """For a completion in the tokenizer's own tokens, prompt + completion + added tokens encode the conversation."""
+def test_added_tokens_encode_the_rendered_conversation(name, written, tokenizer):
+    """If a completion is tokenized canonically, prompt + completion + added tokens encode the conversation."""
     template = with_special_tokens_as_text(template_of(name), tokenizer)
     assert template is not None
     completion, stop = written.split("4")[0] + "4", written.split("4")[1]
@@ -63,7 +63,7 @@ def test_added_tokens_complete_the_tokens_of_the_text(name, written, tokenizer):
     encoder.close()
 
 
-def test_thoughts_that_a_template_removes_start_another_part(tokenizer):
+def test_removed_reasoning_starts_another_segment(tokenizer):
     template = template_of("qwen3")
     end = tokenizer.encode("<|im_end|>", special=True).tolist()[0]
     thought = {"role": "assistant", "content": REASONING + "4"}
@@ -81,7 +81,7 @@ def test_thoughts_that_a_template_removes_start_another_part(tokenizer):
     assert rewritten == ("plain",)
 
 
-def test_without_a_template_contents_are_joined():
+def test_contents_are_joined_without_a_template():
     encoder = ConversationEncoder(ByteTokenizer(), None)
     first, second = (encoder.render([Conversation(talk)]).result()[0] for talk in (TALK[:1], TALK))
     assert isinstance(first, Rendered) and isinstance(second, Rendered)

@@ -1,4 +1,4 @@
-"""DoRA and PiSSA: magnitudes as written out, pairs that begin as a part of their weights, and the laws of all pairs."""
+"""Test DoRA and PiSSA: formulas, initialization, and the invariants of all low-rank adapters."""
 
 import dataclasses
 
@@ -43,8 +43,8 @@ def plain():
     return filled(SPLIT)
 
 
-def noisy(model, size: float = 0.3):
-    """The model with changed factors."""
+def with_changed_factors(model, size: float = 0.3):
+    """Return the model with changed factors."""
     draws = np.random.default_rng(7)
     moved = {
         name: leaf + jax.device_put(draws.normal(0, size, leaf.shape).astype(leaf.dtype), leaf.sharding)
@@ -57,15 +57,15 @@ def noisy(model, size: float = 0.3):
 # --- the product ---
 
 
-def written_out(update, base, a, b, magnitude, inner: tuple[int, ...]):
-    """The weight of DoRA by its definition, without gradients of column norms."""
+def expected_dora_weight(update, base, a, b, magnitude, inner: tuple[int, ...]):
+    """Return the DoRA weight by its definition; column norms are not differentiated."""
     whole = base + 1.5 * jnp.einsum(update, a, b)
     first, length = (jnp.sqrt(jnp.sum(w**2, axis=inner, keepdims=True)) for w in (base, whole))
     return (first + magnitude.reshape(length.shape)) * whole / jax.lax.stop_gradient(length)
 
 
 def test_dora_equals_its_definition():
-    """Values and gradients of products with two axes in and out, with experts, and of sorted rows."""
+    """Cases: products with two input and two output axes, with experts, and with rows sorted by expert."""
     draws = np.random.default_rng(0)
     counts, form = jnp.asarray((2, 0, 3)), RAGGED_DOT
 
@@ -81,7 +81,7 @@ def test_dora_equals_its_definition():
                     f(LowRank(base, parts[0], parts[1], 1.5, parts[2]), x)
                 )
                 by_hand = lambda parts, f=multiply, base=base, x=x, kind=kind, inner=inner: jnp.sum(  # noqa: E731
-                    f(written_out(UPDATES[kind], base, *parts, inner), x)
+                    f(expected_dora_weight(UPDATES[kind], base, *parts, inner), x)
                 )
                 got[name], want[name] = (jax.value_and_grad(one)((a, b, magnitude)) for one in (by_parts, by_hand))
         return got, want
@@ -98,32 +98,32 @@ def test_dora_equals_its_definition():
 
 
 @pytest.mark.slow
-def test_magnitudes_near_1_are_not_rounded():
+def test_dora_magnitudes_are_computed_in_float32():
     ones = jnp.ones((64, 2), jnp.bfloat16)
     node = LowRank(ones, jnp.zeros((64, 1)), jnp.zeros((1, 2)), 1.0, jnp.full((2,), 0.008))  # of 8
     y = einsum("b embed, embed mlp -> b mlp", jnp.full((1, 64), 1000.0, jnp.bfloat16), node, out_dtype=jnp.float32)
     assert_allclose(y, 64064.0, rtol=1e-5)
 
 
-# --- birth ---
+# --- initialization ---
 
 
 @pytest.fixture(scope="module")
-def born(plain):
+def initialized(plain):
     return {name: add_lora(plain, lora, key=jax.random.key(0)) for name, lora in (("dora", DORA), ("both", BOTH))}
 
 
 @pytest.mark.slow
-def test_new_magnitudes_change_nothing(plain, born):
+def test_new_dora_magnitudes_change_no_logits(plain, initialized):
     tokens = some_tokens(4, 8)
-    assert_array_equal(logits(born["dora"], tokens), logits(plain, tokens))
+    assert_array_equal(logits(initialized["dora"], tokens), logits(plain, tokens))
 
 
 @pytest.mark.slow
-def test_pissa_factors_have_the_largest_singular_values(plain, born):
-    """The base has the others. Base and factors sum to the weight, up to rounding."""
+def test_pissa_factors_have_the_largest_singular_values(plain, initialized):
+    """The base has the other singular values. The base plus the factors equals the weight up to rounding."""
     words = axes(plain)
-    for path, node in low_rank_weights(born["both"]).items():
+    for path, node in low_rank_weights(initialized["both"]).items():
         inner = node.lora_a.ndim - 1 - words[path].count("layers")
         weight, rest, pair = (
             np.asarray(each, np.float64).reshape(len(each), int(np.prod(each.shape[1 : 1 + inner])), -1)
@@ -144,11 +144,11 @@ def test_pissa_factors_have_the_largest_singular_values(plain, born):
 
 
 @pytest.mark.slow
-def test_new_models_with_pissa_equal_the_plain_one(plain, born):
-    tokens, model = some_tokens(4, 8), born["both"]
+def test_new_pissa_factors_change_no_logits(plain, initialized):
+    tokens, model = some_tokens(4, 8), initialized["both"]
     before = logits(plain, tokens)
     assert_allclose(logits(model, tokens), before, atol=2e-6 * np.abs(before).max())
-    start = without_lora(noisy(model))
+    start = without_lora(with_changed_factors(model))
     assert (
         named_leaves(start).keys() == named_leaves(without_lora(add_lora(plain, PISSA, key=jax.random.key(0)))).keys()
     )
@@ -167,7 +167,7 @@ def test_a_rank_above_the_number_of_singular_values_is_refused(plain):
         add_lora(plain, lora, key=jax.random.key(0))
 
 
-# --- laws of all pairs ---
+# --- invariants of all adapters ---
 
 
 def gradient_of_pairs(model, tokens):
@@ -186,37 +186,39 @@ def gradient_of_pairs(model, tokens):
 
 
 @pytest.fixture(scope="module")
-def expected(born):
-    return gradient_of_pairs(noisy(born["both"]), some_tokens(4, 8))
+def expected(initialized):
+    return gradient_of_pairs(with_changed_factors(initialized["both"]), some_tokens(4, 8))
 
 
 @pytest.mark.slow
-def test_merging_changes_no_logits(plain, born, expected):
-    merged = merge_lora(noisy(born["both"]))
+def test_merging_changes_no_logits(plain, initialized, expected):
+    merged = merge_lora(with_changed_factors(initialized["both"]))
     assert jax.tree.structure(merged) == jax.tree.structure(plain)
     assert_allclose(logits(merged, some_tokens(4, 8)), expected[0], atol=4e-5)
     assert all(np.any(leaf) for leaf in expected[1].values())
 
 
 @pytest.mark.slow
-def test_scan_equals_loop_with_remat(born, expected):
-    changed = gradient_of_pairs(noisy(born["both"]).replace(scan=False, remat="full"), some_tokens(4, 8))
+def test_scan_equals_loop_with_remat(initialized, expected):
+    changed = gradient_of_pairs(
+        with_changed_factors(initialized["both"]).replace(scan=False, remat="full"), some_tokens(4, 8)
+    )
     jax.tree.map(lambda a, b: assert_close(a, b, units=512), changed, expected)
 
 
 @pytest.mark.slow
-def test_sharded_equals_single_device(plain, born, expected):
+def test_sharded_equals_single_device(plain, initialized, expected):
     placed = plain.place(ed.Layout.create(fsdp=4, tensor=2))
     model = add_lora(placed, BOTH, key=jax.random.key(0))
     shardings = named_leaves(placed.execution.layout.shardings(model))
     for name, leaf in named_leaves(model).items():
         assert leaf.sharding == shardings[name]
-        assert_allclose(leaf, named_leaves(born["both"])[name], atol=1e-4, err_msg=name)
-    model = noisy(born["both"]).place(placed.execution.layout)
+        assert_allclose(leaf, named_leaves(initialized["both"])[name], atol=1e-4, err_msg=name)
+    model = with_changed_factors(initialized["both"]).place(placed.execution.layout)
     jax.tree.map(lambda a, b: assert_close(a, b, units=1024), gradient_of_pairs(model, some_tokens(4, 8)), expected)
 
 
-def test_magnitudes_are_no_matrices(plain):
+def test_dora_magnitudes_are_not_treated_as_matrices(plain):
     assert muon_dimensions(("layers", "heads", "head_dim")) is None
     trainer = Trainer.create(
         OptimizerConfig(trainable=LORA_WEIGHTS), add_lora(plain, BOTH, key=jax.random.key(0)), steps=2
@@ -250,14 +252,15 @@ def test_steps_change_only_factors_and_magnitudes_and_resume_exactly(plain, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["nf4", "int8", "fp8_block"])
-def test_pairs_beside_weights_in_few_bits(plain, mode):
-    """Lengths are those of the widened sum. What remains of a weight is in the same bits, and loses less so."""
+def test_dora_and_pissa_on_quantized_weights(plain, mode):
+    """Column norms are computed from the dequantized sum. The PiSSA residual has the same number of bits as the weight,
+    and a smaller quantization error."""
     options = dict(group_size=8) if mode == "nf4" else {}
     base, tokens = quantize(plain, mode, **options), some_tokens(4, 8)
-    tuned = noisy(add_lora(base, DORA, key=jax.random.key(0)))
+    tuned = with_changed_factors(add_lora(base, DORA, key=jax.random.key(0)))
     assert_allclose(
         logits(tuned, tokens),
-        logits(noisy(add_lora(ed.dequantize(base), DORA, key=jax.random.key(0))), tokens),
+        logits(with_changed_factors(add_lora(ed.dequantize(base), DORA, key=jax.random.key(0))), tokens),
         atol=2e-5,
     )
     split, late = (

@@ -1,4 +1,4 @@
-"""Settings: which are refused, how they are written to JSON and read again, and that each has a help text."""
+"""Test settings: refused values, JSON round trips, and help texts."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ from tests.errors import assert_names, refused
 
 
 def unchecked(field: str, value: object):
-    """Settings with a value past the type checks of the tests, which users don't have."""
+    """Return settings with a value that bypasses the type checks, which are active only in tests."""
     cls = DataConfig if field in {each.name for each in dataclasses.fields(DataConfig)} else TrainConfig
     config = object.__new__(cls)
     for each in dataclasses.fields(cls):
@@ -51,7 +51,7 @@ def unchecked(field: str, value: object):
 
 
 SIXTEEN = DataConfig(batch_size=16)
-BAD = [  # field, value, and the bound or the name that the message gives
+BAD = [  # field, value, and the bound or name in the message
     ("mtp_depths", -1, 0),
     ("model", "tinny", "'tiny'"),
     ("model", "llama3-7b", "'llama3-"),
@@ -84,7 +84,7 @@ BAD = [  # field, value, and the bound or the name that the message gives
 
 
 @pytest.mark.parametrize(("field", "value", "rule"), BAD, ids=[f"{field}={value}" for field, value, _ in BAD])
-def test_bad_values_are_refused_by_name(field, value, rule):
+def test_invalid_values_are_refused_by_name(field, value, rule):
     with pytest.raises(ConfigError) as caught:
         unchecked(field, value).__post_init__()
     _, name, rest = str(caught.value).partition(f"{field}={value!r}")
@@ -92,7 +92,7 @@ def test_bad_values_are_refused_by_name(field, value, rule):
     assert_names(rest, rule)
 
 
-def test_settings_that_do_not_fit_together_are_refused():
+def test_incompatible_settings_are_refused():
     with refused(ConfigError, "trackers[1]='tensorbord'", "'tensorboard'"):
         unchecked("trackers", ("wandb", "tensorbord")).__post_init__()
     with refused(ConfigError, "batch_size=16", "step.gradient_accumulation_steps=3"):
@@ -107,8 +107,8 @@ def test_settings_that_do_not_fit_together_are_refused():
         TrainConfig(remat="custom", remat_save=("out_proj",), remat_offload=("out_proj",))
 
 
-def test_a_batch_that_the_mesh_does_not_divide_is_refused():
-    """Eight devices: the batch of each microbatch is cut along data, fsdp, fsdp_transpose and expert."""
+def test_batch_size_must_be_divisible_by_the_mesh():
+    """With eight devices, microbatches are sharded along data, fsdp, fsdp_transpose and expert."""
     with refused(ConfigError, "batch_size=12", "8", "mesh.data"):
         TrainConfig(data=DataConfig(batch_size=12)).execution()
     with refused(ConfigError, "batch_size=16", "gradient_accumulation_steps=4", "mesh.data", "mesh.fsdp"):
@@ -120,7 +120,7 @@ def test_a_batch_that_the_mesh_does_not_divide_is_refused():
         TrainConfig(mesh=MeshConfig(fsdp=-1)).execution()
 
 
-def test_settings_reach_the_execution():
+def test_settings_are_passed_to_the_execution():
     config = TrainConfig(
         data=SIXTEEN,
         mesh=MeshConfig(data=2, fsdp=4),
@@ -137,7 +137,7 @@ def test_settings_reach_the_execution():
     assert (run.attention, run.layer_stats, run.remat) == ("dot", True, Remat(save=("out_proj",)))
     assert (run.context_order, run.context_form) == ("zigzag", "all_to_all")
     plain = TrainConfig(data=SIXTEEN).execution()
-    assert plain.precision.compute == jnp.float32 and plain.remat is None  # auto, on CPU
+    assert plain.precision.compute == jnp.float32 and plain.remat is None  # the value of auto on CPU
     custom = TrainConfig(data=SIXTEEN, remat="custom", remat_save=("out_proj",), remat_offload=("context",))
     assert custom.execution().remat == Remat(save=("out_proj",), offload=("context",))
 
@@ -158,13 +158,13 @@ FULL = TrainConfig(
 
 
 @pytest.mark.parametrize("config", [FULL, TrainConfig()], ids=["full", "defaults"])
-def test_settings_are_read_from_json_as_written(config, tmp_path):
+def test_settings_survive_a_json_round_trip(config, tmp_path):
     save_settings(config, tmp_path / "settings.json")
     assert load_settings(tmp_path / "settings.json") == config
     assert json.loads((tmp_path / "settings.json").read_text()) == settings_json(config)
 
 
-def test_one_path_is_a_string_and_several_are_a_tuple(tmp_path):
+def test_single_path_is_a_string_and_several_paths_are_a_tuple(tmp_path):
     assert DataConfig(path=["a"]) == DataConfig(path=("a",)) == DataConfig(path="a")
     several = TrainConfig(data=DataConfig(path=["a", "b"], held_out_path=("c", "d")))
     assert several.data.path == ("a", "b") and hash(several.data)
@@ -175,8 +175,8 @@ def test_one_path_is_a_string_and_several_are_a_tuple(tmp_path):
         DataConfig(path=())
 
 
-def test_settings_of_another_run_are_a_settings_file(tmp_path):
-    """Without its directories, its history, options of one start, and an export that was written."""
+def test_settings_of_another_run_can_be_used_as_a_settings_file(tmp_path):
+    """Directories, history, options of a single start, and an export that was written are not read."""
     (tmp_path / "written").mkdir()
     (tmp_path / "written" / "x").write_text("")
     other = dataclasses.replace(FULL, config="a.yaml", export=str(tmp_path / "written"), allow_changes=True)
@@ -190,7 +190,7 @@ def test_settings_of_another_run_are_a_settings_file(tmp_path):
         '{"export": "no/where", "checkpoint_dir": "a", "optimizer": {"max_grad_norm": null}}'
     )
     found = with_file(start, tmp_path / "new.json")
-    assert found.checkpoint_dir == "a"  # of a file that is not a run's
+    assert found.checkpoint_dir == "a"  # the file does not belong to a run
     assert found.export == "no/where" and found.optimizer.max_grad_norm is None and found.max_checkpoints == 9
     (tmp_path / "run.yaml").write_text("config: other.yaml")
     with refused(ConfigError, "run.yaml", "config='other.yaml'"):
@@ -198,11 +198,11 @@ def test_settings_of_another_run_are_a_settings_file(tmp_path):
 
 
 def test_json_and_yaml_files_give_the_same_settings(tmp_path):
-    """Options of one start are read, except from the `settings.json` of a run."""
+    """Options of a single start are read, except from the `settings.json` of a run."""
     values = {"run_dir": "there", "distributed": True, "distributed_timeout": 7, "describe": True, "steps": 3}
     values |= {"export": str(tmp_path), "data": {"seq_len": 16}, "checkpoint_dir": "c"}
     for name in ("run.json", "run.yaml"):
-        (tmp_path / name).write_text(json.dumps(values))  # YAML reads JSON
+        (tmp_path / name).write_text(json.dumps(values))  # JSON is valid YAML
         assert not is_settings_of_run(tmp_path / name)
     found = [with_file(TrainConfig(), tmp_path / name) for name in ("run.json", "run.yaml")]
     assert found[0].run_dir == "there" and found[0].distributed and found[0].export == str(tmp_path)
@@ -224,18 +224,18 @@ def test_history_of_changes_has_step_and_time(tmp_path):
     assert second["changes"]["steps"] == [900, 400] and second["time"] >= first["time"] > "2026"
 
 
-def test_options_of_one_start_are_no_changes():
+def test_per_start_options_are_not_recorded_as_changes():
     other = TrainConfig(run_dir="x", config="y", allow_changes=True, describe=True, list_models=True)
     assert changed_settings(TrainConfig(), other) == {}
 
 
-def test_both_tables_have_every_method():
+def test_method_tables_have_every_method():
     names = get_args(field_types(TrainConfig)["method"])
     assert tuple(METHOD_RULES) == names == tuple(METHODS)
     assert {group for kind in METHOD_RULES.values() for group in kind.groups} == set(METHOD_GROUPS)
 
 
-def test_flag_names_are_those_of_the_command_line():
+def test_flag_names_equal_the_command_line_flags():
     out, _ = call("train", "--help-all")
     named, flags = set(re.findall(r"--[a-z][\w.-]*", out)), flag_names(TrainConfig)
     assert flags["data.path"] == "--data" and flags["optimizer.eps"] == "--optimizer.eps"
@@ -245,7 +245,7 @@ def test_flag_names_are_those_of_the_command_line():
     } - {"--optimizer.no-decay"} | {"--help", "--help-all", "--method", "--plugin"} - set(flags.values())
 
 
-def test_bad_settings_files_are_refused(tmp_path):
+def test_invalid_settings_files_are_refused(tmp_path):
     path = tmp_path / "settings.json"
     for text in (None, '{"steps": 3', "", "[1, 2]", "\x00"):
         if text is not None:
@@ -263,7 +263,7 @@ def test_bad_settings_files_are_refused(tmp_path):
             load_settings(path)
 
 
-def test_files_may_have_the_names_of_short_flags(tmp_path):
+def test_settings_files_may_use_short_flag_names(tmp_path):
     flat = settings_json(FULL)
     data = flat.pop("data")
     flat |= {short.removeprefix("--"): data.pop(name.removeprefix("data.")) for name, short in SHORT_FLAGS.items()}
@@ -272,8 +272,8 @@ def test_files_may_have_the_names_of_short_flags(tmp_path):
     assert load_settings(tmp_path / "settings.json") == FULL
 
 
-def test_a_tilde_is_expanded_in_every_path(monkeypatch):
-    """Only at the start of a path, which may follow the name of a held-out set."""
+def test_tilde_is_expanded_in_all_paths(monkeypatch):
+    """The tilde is expanded only at the start of a path, which may follow the name of a held-out set."""
     monkeypatch.setenv("HOME", "/home/me")
     paths = dict.fromkeys(("run_dir", "checkpoint_dir", "config", "init_from", "tokenizer", "export"), "~/x")
     data = DataConfig(
@@ -293,7 +293,7 @@ def test_a_tilde_is_expanded_in_every_path(monkeypatch):
         RunDirectory.open("~/x")
 
 
-def test_a_tilde_is_expanded_in_checkpoint_directories(monkeypatch, tmp_path):
+def test_tilde_is_expanded_in_checkpoint_directories(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
     assert resolve("~/model").path == Directory("~/model").path == tmp_path / "model"
@@ -309,7 +309,7 @@ def test_every_setting_has_a_help_text(kind):
         assert len(texts[name]) > 8 and texts[name].endswith("."), name
 
 
-def test_every_option_of_the_execution_is_a_setting():
+def test_every_execution_option_is_a_setting():
     changes: dict = dict(attention="dot", experts="dense", expert_exchange="gather", scan=False, layer_stats=True)
     changes |= dict(lookup="one_hot", head_bytes=5, exchange_bytes=6, context_order="zigzag", context_form="ring")
     changes |= dict(batch_split=2)
@@ -320,7 +320,7 @@ def test_every_option_of_the_execution_is_a_setting():
     assert all(getattr(Execution(), name) != value for name, value in changes.items())
 
 
-def test_every_option_of_lora_is_a_setting():
+def test_every_lora_option_is_a_setting():
     changes: dict = dict(
         rank=4, alpha=2.0, targets=("*.mlp.*",), rank_pattern=(("*.up", 2),), alpha_pattern=(("*.up", 3.0),),
         rank_stabilized=True, dora=True, init="pissa",
@@ -359,6 +359,6 @@ def test_every_option_of_lora_is_a_setting():
         ),
     ],
 )
-def test_settings_that_exclude_each_other(fields, names):
+def test_mutually_exclusive_settings_are_refused(fields, names):
     with refused(ConfigError, *names):
         TrainConfig(**fields)

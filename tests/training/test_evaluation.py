@@ -1,4 +1,4 @@
-"""Held-out losses and their description."""
+"""Test held-out losses and their description."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +15,12 @@ from eqx_decoders.training.step.train_state import TrainState
 from tests.errors import assert_names
 
 
-def test_the_loss_of_no_tokens_is_nan():
+def test_loss_without_tokens_is_nan():
     assert np.isnan(_held_out(np.zeros(2), 0).loss) and _held_out(np.asarray([6.0, 3.0]), 0).loss == 2.0
 
 
-def test_a_failed_evaluation_is_treated_as_a_loss_that_is_not_finite():
-    """Older checkpoints stay then. Without held-out sets nothing is evaluated."""
+def test_failed_evaluation_is_treated_as_non_finite_loss():
+    """Older checkpoints are kept. Without held-out sets, nothing is evaluated."""
     outcomes: dict[str, Any] = {
         "none": {},
         "good": {"": HeldOut(loss=2.0, tokens=3, nats=6.0), "b": HeldOut(loss=1.0, tokens=1, nats=1.0)},
@@ -47,7 +47,7 @@ def test_a_failed_evaluation_is_treated_as_a_loss_that_is_not_finite():
     assert found == {"none": True, "good": True, "nan": False, "error": False} and len(warnings) == 1
 
 
-def test_shares_of_weights_that_sum_to_less_than_one():
+def test_held_out_loss_with_total_weight_below_one():
     found = _held_out(np.asarray([0.5, 0.25, 0.1, 0.0, 0.2, 0.0]), 2)
     assert found == HeldOut(loss=2.0, tokens=0, nats=0.5, acceptance=(0.5, 0.0))
 
@@ -60,4 +60,4 @@ def test_description_names_the_set_and_the_compressor():
     assert_names(describe_held_out("", result, [whole, part])[-1], "gzip -9", "1.2500", "160")
     old = whole._replace(gzip_bytes=None)
     assert_names(describe_held_out("", evaluated, [old])[-1], "gzip -9", "2.0000")
-    assert len(describe_held_out("", evaluated, [whole, part])) == 1  # only a part was evaluated
+    assert len(describe_held_out("", evaluated, [whole, part])) == 1  # only a part of the set was evaluated

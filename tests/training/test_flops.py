@@ -1,4 +1,4 @@
-"""Floating-point operations against formulas written out by hand."""
+"""Compare floating-point operation counts with formulas written out by hand."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ from tests.models import EMBED, HEAD_DIM, VOCAB, rich_decoder
 TINY = ed.get_config("tiny")
 
 
-def test_tiny_by_hand():
+def test_flops_of_a_tiny_model():
     attention = 256 * 64 * (4 + 2 + 2) + 4 * 64 * 256
     layer = attention + 3 * 256 * 704
     count = 5 * layer + 256 * 4096
@@ -33,14 +33,14 @@ def test_tiny_by_hand():
     assert flops_per_token(TINY, 100, backward=False) == flops_per_token(TINY, 100) / 3
 
 
-def test_the_head_counts_once_tied_or_not():
+def test_head_is_counted_once_tied_or_untied():
     untied = dataclasses.replace(TINY, tied=False)
     assert matmul_parameters(untied) == matmul_parameters(TINY)
     assert ed.count_parameters(untied) == ed.count_parameters(TINY) + 256 * 4096
 
 
-def test_only_projections_are_counted():
-    """One local block with three projections, one full block with a fused one, biases, sinks and norms of heads."""
+def test_only_matrix_products_are_counted():
+    """A local block with three projections, and a full block with a fused projection, biases, sinks and QK norms."""
     config = rich_decoder(2, positions=LearnedPositions(max_positions=64))
     block = EMBED * HEAD_DIM * (4 + 2 + 2) + 4 * HEAD_DIM * EMBED + 3 * EMBED * 24
     assert matmul_parameters(config) == 2 * block + EMBED * VOCAB
@@ -55,13 +55,13 @@ def test_windows_count_only_visible_keys(mask, keys):
     assert flops_per_token(TINY, 100) - flops_per_token(config, 100) == 12 * 4 * 64 * (100 - keys)
 
 
-def test_a_block_without_attention_has_no_keys():
+def test_block_without_attention_has_no_score_flops():
     block = dataclasses.replace(TINY.blocks[0], mixer=None, pre_mixer_norm=None)
     config = dataclasses.replace(TINY, blocks=(block,))
     assert flops_per_token(config, 10) == flops_per_token(config, 1000) == 6 * (3 * 256 * 704 + 256 * 4096)
 
 
-def test_a_cpu_is_measured_and_shared_by_its_forced_devices(monkeypatch):
+def test_cpu_flops_are_measured_and_shared_by_virtual_devices(monkeypatch):
     assert 1e6 < measured_flops(size=128, repeats=2) < 1e16
     monkeypatch.setattr("eqx_decoders.training.flops.measured_flops", lambda dtype: 7.0)
     for layout in (ed.Layout(), ed.Layout.create(data=8)):
@@ -81,7 +81,7 @@ def test_experts_per_token_are_counted():
     assert matmul_parameters(dataclasses.replace(TINY, blocks=(chained,))) == count + 256 * 4096
 
 
-def test_mtp_depths_are_counted_in_training_with_a_head():
+def test_mtp_depths_and_their_head_are_counted_in_training():
     config = ed.with_mtp(TINY, 2)
     layer = 256 * 64 * (4 + 2 + 2) + 4 * 64 * 256 + 3 * 256 * 704
     more = 2 * (layer + 2 * 256 * 256 + 256 * 4096)
@@ -90,19 +90,22 @@ def test_mtp_depths_are_counted_in_training_with_a_head():
     assert flops_per_token(config, 100, backward=False) == flops_per_token(TINY, 100, backward=False)
 
 
-def test_mtp_depths_read_every_stream():
+def test_mtp_projection_of_all_streams_is_counted():
     block = dataclasses.replace(TINY.blocks[0], residual=HyperConnections(streams=3))
     added = ed.with_mtp(dataclasses.replace(TINY, blocks=(block,)), 1)
     apart = dataclasses.replace(added, mtp=dataclasses.replace(added.mtp, all_streams=True))
     assert matmul_parameters(apart) - matmul_parameters(added) == 2 * 256 * 256
 
 
-def test_operations_of_frozen_weights():
-    """Forward 2; 2 more where a gradient goes through, and 2 where they are trained; scores 6, or 2 where none goes."""
+def test_flops_with_frozen_weights():
+    """Per parameter: 2 for the forward pass, 2 if the gradient passes through it, 2 if it is trained.
+
+    Attention scores count 6, or 2 without a gradient.
+    """
     local = dataclasses.replace(TINY.blocks[0], mixer=dataclasses.replace(TINY.blocks[0].mixer, mask=SlidingWindow(8)))
     model = ed.abstract(dataclasses.replace(TINY, blocks=(local, *TINY.blocks[1:]), tied=False))
     attention, head = 256 * 64 * (4 + 2 + 2) + 4 * 64 * 256, 256 * 4096
-    layer, scores = attention + 3 * 256 * 704, (2 * 4 * 64 * 8, 4 * 2 * 4 * 64 * 100)  # of both segments
+    layer, scores = attention + 3 * 256 * 704, (2 * 4 * 64 * 8, 4 * 2 * 4 * 64 * 100)  # score FLOPs of both segments
 
     def flops(*patterns, of=model):
         trained = [name for name in named_leaves(of) if any(pattern in name for pattern in patterns)]

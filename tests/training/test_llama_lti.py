@@ -1,4 +1,4 @@
-"""Learning to initialise: a Llama whose attention is computed from a teacher that stays as it is."""
+"""Test Learning to Initialize: a Llama with attention weights computed from a frozen teacher."""
 
 import dataclasses
 
@@ -54,7 +54,7 @@ def teacher():
     return filled(TEACHER, seed=1)
 
 
-def taught(teacher, general: bool):
+def model_with_teacher(teacher, general: bool):
     return with_teacher(filled(CONFIGS[general]), teacher)
 
 
@@ -63,10 +63,10 @@ GENERAL = [pytest.param(False, id="factored"), pytest.param(True, id="general", 
 
 @pytest.fixture(scope="module", params=GENERAL)
 def model(request, teacher):
-    return taught(teacher, request.param)
+    return model_with_teacher(teacher, request.param)
 
 
-def test_only_the_mixers_of_the_configuration_change():
+def test_llama_lti_changes_only_the_mixers_of_the_configuration():
     for config in CONFIGS.values():
         assert ed.find_repeats(config.blocks) == (((config.blocks[0],), 2),)
         assert config.blocks[0].mixer.attention == STUDENT.blocks[0].mixer
@@ -127,7 +127,7 @@ def test_materialized_model_is_on_the_models_mesh(model, mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("general", GENERAL)
-def test_identity_maps_give_the_teacher(general):
+def test_identity_maps_reproduce_the_teacher(general):
     config = llama_lti(STUDENT, teacher_heads=4, teacher_kv_heads=2, teacher_head_dim=8, general=general)
     source, student = filled(STUDENT, seed=5), filled(config)
 
@@ -154,8 +154,8 @@ gradients = eqx.filter_jit(eqx.filter_value_and_grad(weighted, has_aux=True))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("general", GENERAL)
-def test_only_maps_have_gradients_on_one_device_and_a_mesh(teacher, general):
-    model = taught(teacher, general)
+def test_only_maps_have_gradients_with_and_without_a_mesh(teacher, general):
+    model = model_with_teacher(teacher, general)
     tokens, segments = packed(8)
     (_, logits), gradient = gradients(model, tokens, segments)
     placed = model.place(ed.Layout.create(**MESH)).replace(remat="full")
@@ -169,7 +169,7 @@ def test_only_maps_have_gradients_on_one_device_and_a_mesh(teacher, general):
 
 @pytest.mark.slow
 def test_cached_decoding_equals_the_forward_pass(teacher):
-    model, tokens, pieces = taught(teacher, False), some_tokens(2, 9), []
+    model, tokens, pieces = model_with_teacher(teacher, False), some_tokens(2, 9), []
     cache = ed.init_cache(model.config, 2, 9, dtype=jnp.float32)
     for begin in (0, 3, 6):
         out = run(model, tokens[:, begin : begin + 3], cache)
@@ -179,8 +179,8 @@ def test_cached_decoding_equals_the_forward_pass(teacher):
 
 @pytest.mark.slow
 def test_training_does_not_change_the_teacher(teacher):
-    """Nor does weight decay, although its paths match the patterns."""
-    model = taught(teacher, False)
+    """Weight decay does not change the teacher either, although its paths match the patterns."""
+    model = model_with_teacher(teacher, False)
     names, start = set(named_leaves(model)), named(model, "")
     frozen = {name for name in names if ".teacher." in name}
     trainer = Trainer.create(OptimizerConfig(learning_rate=0.1, weight_decay=0.5, warmup_steps=0), model, steps=10)
@@ -192,7 +192,7 @@ def test_training_does_not_change_the_teacher(teacher):
     assert float(metrics.grad_norm) > 0
     for name, leaf in named(state.model, "").items():
         assert (leaf.tobytes() == start[name].tobytes()) == (name in frozen), name
-    assert np.all(np.isfinite(mixers(teacher)[0].query))  # its buffers were not given away
+    assert np.all(np.isfinite(mixers(teacher)[0].query))  # its buffers were not donated
     for pattern in ("*.teacher.*", "*.teacher.query"):
         with refused(ed.ConfigError, "OptimizerConfig.trainable", repr(pattern)):
             Trainer.create(OptimizerConfig(trainable=(pattern,)), model, steps=10)
@@ -218,12 +218,12 @@ FUSED = dataclasses.replace(TEACHER.blocks[0], mixer=dataclasses.replace(TEACHER
         pytest.param(CONFIGS[False], ["mixer=LearnedInitConfig(", "AttentionConfig"], id="learned-mixer"),
     ],
 )
-def test_teachers_that_do_not_fit_are_refused(config, names):
+def test_incompatible_teachers_are_refused(config, names):
     with refused(ed.ConfigError, *names):
         with_teacher(filled(CONFIGS[False]), filled(config))
 
 
-def test_a_plain_llama_takes_no_teacher(teacher):
+def test_plain_llama_refuses_a_teacher(teacher):
     with refused(ed.ConfigError, "with_teacher", "LearnedInitConfig", "llama_lti"):
         with_teacher(teacher, teacher)
 
@@ -246,7 +246,7 @@ def test_a_teacher_with_low_rank_pairs_is_refused(teacher):
 
 @pytest.mark.slow
 def test_materialize_keeps_low_rank_pairs_of_other_weights(teacher):
-    model = taught(teacher, False)
+    model = model_with_teacher(teacher, False)
     with refused(ed.ConfigError, "LoRAConfig.targets", "'*.teacher.query'"):
         add_lora(model, LoRAConfig(targets=("*.teacher.query",)), key=jax.random.key(0))
     adapted = materialize(add_lora(model, LoRAConfig(rank=2, targets=("*.mlp.up",)), key=jax.random.key(0)))

@@ -1,4 +1,4 @@
-"""LoRA: products equal those of merged weights, training changes only the factors, and merging removes them."""
+"""Test LoRA: products, initialization, training and merging of low-rank factors."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ BLOCK = ed.BlockConfig(
 )
 SPLIT, FUSED = (dataclasses.replace(RICH, blocks=(block,) * 2) for block in (BLOCK, RICH.blocks[1]))
 SPLIT_PAIRS = dataclasses.replace(CONFIG, targets=("*.query", "*.key", "*.value", "*.out", "*.gate", "*.up", "*.down"))
-FEW_PAIRS = dataclasses.replace(CONFIG, targets=("*.query", "*.out", "*.down"))  # one for each kind of fan-in
+FEW_PAIRS = dataclasses.replace(CONFIG, targets=("*.query", "*.out", "*.down"))  # one target for each kind of fan-in
 FUSED_PAIRS = dataclasses.replace(CONFIG, targets=("*.qkv", "*.out", "*.gate_up", "*.down"))
 
 
@@ -49,7 +49,7 @@ def logits(model, tokens):
 
 # --- the product ---
 
-# pattern, and the shapes of x, base, lora_a and lora_b
+# axis pattern, and the shapes of x, base, lora_a and lora_b
 KINDS = {
     "query": ("... embed, embed heads head_dim -> ... heads head_dim", (2, 5, 8), (8, 3, 4), (8, 2), (2, 3, 4)),
     "out": ("b l heads head_dim, heads head_dim embed -> b l embed", (2, 5, 3, 4), (3, 4, 8), (3, 4, 2), (2, 8)),
@@ -70,8 +70,8 @@ UPDATES = {
 
 @pytest.mark.slow(fast=("gate_up", "transposed", "batched"))
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_product_is_that_of_the_merged_weight(kind):
-    """Values, and gradients with respect to x and both factors, plain and flattened, in f32 and bf16."""
+def test_low_rank_product_equals_product_with_merged_weight(kind):
+    """Values and gradients with respect to x and both factors are compared, in float32 and bfloat16."""
     pattern, *sizes = KINDS[kind]
     generator = np.random.default_rng(0)
     x, base, a, b = (jnp.asarray(generator.normal(size=size), jnp.float32) for size in sizes)
@@ -85,7 +85,7 @@ def test_the_product_is_that_of_the_merged_weight(kind):
     def parts(x, base, a, b, **options):
         return loss(einsum(pattern, x, LowRank(base=base, lora_a=a, lora_b=b, scale=1.5), **options))
 
-    @jax.jit  # one compilation for all
+    @jax.jit  # compile once for all cases
     def run(x, *weights):
         want = jax.grad(merged, argnums=(0, 2, 3), has_aux=True)(x, *weights)
         got = {}
@@ -100,14 +100,14 @@ def test_the_product_is_that_of_the_merged_weight(kind):
         rules = dict(units=128 if dtype == "float32" else 4, dtype=dtype)
         assert_close(y, want_y.astype(dtype), **rules)
         assert_close(to_x, want_x.astype(dtype), **rules)
-        assert_close(to_a, want_a, **rules)  # in the weights' dtype
+        assert_close(to_a, want_a, **rules)  # in the dtype of the weights
         assert_close(to_b, want_b, **rules)
         assert not np.any(to_base)
 
 
 def test_merged_weight_equals_its_formula():
     for kind, (_, _, *sizes) in KINDS.items():
-        if kind == "transposed":  # no weight of a model is stored like this
+        if kind == "transposed":  # models store no weight with this layout
             continue
         base, a, b = (np.random.default_rng(1).normal(size=size) for size in sizes)
         want = base + 0.5 * np.einsum(UPDATES[kind], a, b)
@@ -123,7 +123,7 @@ def test_merging_is_computed_in_float32():
     assert node.array().item() == 2**-10
 
 
-def test_shapes_that_do_not_fit_are_refused():
+def test_incompatible_shapes_are_refused():
     node = LowRank(base=jnp.zeros((8, 6)), lora_a=jnp.zeros((8, 2)), lora_b=jnp.zeros((3, 6)), scale=1.0)
     with refused(ConfigError, "rank=2", "rank=3"):
         einsum("l embed, embed mlp -> l mlp", jnp.zeros((5, 8)), node)
@@ -143,24 +143,24 @@ def adapted(plain):
 
 
 @pytest.fixture(scope="module")
-def born(plain):
+def initialized(plain):
     return add_lora(plain, FEW_PAIRS, key=jax.random.key(0))
 
 
 @pytest.mark.slow
-def test_new_factors_change_no_logits(plain, born):
+def test_new_factors_change_no_logits(plain, initialized):
     tokens = some_tokens(4, 8)
-    assert_array_equal(logits(born, tokens), logits(plain, tokens))
+    assert_array_equal(logits(initialized, tokens), logits(plain, tokens))
     kept = named_leaves(plain)
-    for name, leaf in named_leaves(born).items():
-        assert name in pairs(born) or leaf is kept[name.removesuffix(".base")]
+    for name, leaf in named_leaves(initialized).items():
+        assert name in pairs(initialized) or leaf is kept[name.removesuffix(".base")]
 
 
-def test_factors_are_initialized_as_in_peft(born):
+def test_factors_are_initialized_as_in_peft(initialized):
     """A is uniform within 1 / sqrt(fan_in), with a different key for each weight, and B is zero."""
-    words, drawn = axes(born), {}
+    words, drawn = axes(initialized), {}
     fans = {"embed": 16, "heads head_dim": 32, "mlp": 24}
-    for name, leaf in pairs(born).items():
+    for name, leaf in pairs(initialized).items():
         if name.endswith(".lora_b"):
             assert not np.any(leaf)
         else:
@@ -183,11 +183,11 @@ def test_axis_names_of_factors():
     assert own["unit.1.mlp.down.lora_a"] == "layers mlp rank"
 
 
-def test_abstract_models_get_abstract_factors(born):
+def test_abstract_models_get_abstract_factors(initialized):
     layout = ed.Layout.create(fsdp=4, tensor=2)
     placed = dict(layout=layout, precision=ed.Precision(params=jnp.bfloat16))
     model = shapes(FEW_PAIRS, SPLIT, **placed)
-    leaves, real = named_leaves(model), named_leaves(born)
+    leaves, real = named_leaves(model), named_leaves(initialized)
     for name, leaf in leaves.items():
         assert isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding.mesh == layout.mesh
         assert leaf.shape == real[name].shape and leaf.dtype == jnp.bfloat16
@@ -206,20 +206,20 @@ OTHERS = dict(
 
 @pytest.mark.slow(fast=("rank",))
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(LoRAConfig)])
-def test_every_setting_is_read(field):
+def test_every_lora_setting_takes_effect(field):
     def described(config):
         return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes(config))
 
     assert not eqx.tree_equal(described(CONFIG), described(dataclasses.replace(CONFIG, **{field: OTHERS[field]})))
 
 
-def test_scales():
+def test_lora_scales():
     assert LoRAConfig(rank=8, alpha=4.0).scale == 0.5
     assert LoRAConfig(rank=16, alpha=4.0, rank_stabilized=True).scale == 1.0
 
 
 def test_ranks_and_alphas_by_pattern():
-    """The first pattern that matches counts; each must match a weight with factors."""
+    """The first matching pattern is used. Each pattern must match a weight with factors."""
     lora = LoRAConfig(
         rank=8, alpha=4.0, targets=("*.query", "*.up", "*.down"), rank_stabilized=True,
         rank_pattern=(("*.mlp.down", 1), ("*.mlp.*", 2)), alpha_pattern=(("*.up", 3.0),),
@@ -241,7 +241,7 @@ def test_ranks_and_alphas_by_pattern():
 
 
 def gradient_of_pairs(model, tokens):
-    """The logits, and the gradient of a function of them, by the paths of the factors."""
+    """Return the logits, and gradients of a function of the logits by factor path."""
 
     @jax.jit
     def run(weights, model, tokens):
@@ -267,14 +267,14 @@ def test_scan_equals_loop_with_remat(adapted, expected):
 
 
 @pytest.mark.slow
-def test_sharded_equals_single_device(plain, born, adapted, expected):
+def test_sharded_equals_single_device(plain, initialized, adapted, expected):
     layout = ed.Layout.create(fsdp=4, tensor=2)
     placed = plain.place(layout)
     model = trained(placed, SPLIT_PAIRS)
     here = pairs(add_lora(placed, FEW_PAIRS, key=jax.random.key(0)))
     for name, leaf in here.items():
         assert leaf.sharding == pairs(model)[name].sharding
-    jax.tree.map(assert_array_equal, here, pairs(born))
+    jax.tree.map(assert_array_equal, here, pairs(initialized))
     jax.tree.map(lambda a, b: assert_close(a, b, units=512), gradient_of_pairs(model, some_tokens(4, 8)), expected)
     merged, whole = named_leaves(merge_lora(model)), named_leaves(merge_lora(adapted))
     for name, leaf in merged.items():
@@ -312,7 +312,7 @@ def optimizer(**changes) -> OptimizerConfig:
 
 @pytest.fixture(scope="module")
 def run():
-    """A trainer of the factors, the first weights, the state after three steps and the losses."""
+    """Return the trainer, the initial weights, the state after three steps and the losses."""
     model = add_lora(filled(FUSED), FUSED_PAIRS, key=jax.random.key(0))
     first, losses = jax.device_get(named_leaves(model)), []
     trainer = Trainer.create(optimizer(), model, steps=10, config=StepConfig(fused_loss=False))
@@ -341,7 +341,7 @@ def test_frozen_weights_have_no_optimizer_state(run):
 
 
 @pytest.mark.slow
-def test_a_base_is_never_trained(run):
+def test_base_weights_are_never_trained(run):
     model = run[2].model
     everything = Trainer.create(optimizer(trainable=("*",)), model, steps=10).trainable
     assert everything == {name for name in axes(model) if not name.endswith(".base")}
@@ -350,7 +350,7 @@ def test_a_base_is_never_trained(run):
 
 
 @pytest.mark.slow
-def test_checkpoints_have_the_factors(run, tmp_path):
+def test_factors_are_restored_from_checkpoints(run, tmp_path):
     trainer, _, state, _ = run
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, state, data_state={}, config={}, wait=True)
@@ -378,7 +378,7 @@ def test_muon_treats_factors_as_matrices():
     assert {name: (each.reduction_axis, each.output_axis) for name, each in found.items()} == expected
 
 
-# --- refusals ---
+# --- refused settings ---
 
 
 @pytest.mark.slow(fast=("embedding.table",))
@@ -397,13 +397,13 @@ def test_only_matrices_of_blocks_can_be_targets(pattern, path):
         shapes(LoRAConfig(targets=("*.query", pattern)))
 
 
-def test_a_wide_pattern_matches_only_matrices():
+def test_wildcard_target_matches_only_matrices():
     found = low_rank_weights(shapes(LoRAConfig(targets=("*",))))
     assert found.keys() == low_rank_weights(shapes(LoRAConfig(targets=("*.mixer.*", "*.mlp.*")))).keys()
     assert not any(word in name for name in found for word in ("norm", "bias", "embedding", "head.", "sink"))
 
 
-def test_patterns_without_a_match_and_second_factors_are_refused(plain, adapted):
+def test_unmatched_patterns_and_repeated_factors_are_refused(plain, adapted):
     with refused(ConfigError, "LoRAConfig.targets", "'*.q_proj'"):
         add_lora(plain, LoRAConfig(targets=("*.query", "*.q_proj")), key=jax.random.key(0))
     with refused(ConfigError, "'scanned_layers.0.unit.0.mixer.key'"):
@@ -416,17 +416,17 @@ def test_patterns_without_a_match_and_second_factors_are_refused(plain, adapted)
 )
 def test_bad_settings_are_refused_by_name(field, value):
     config = LoRAConfig()
-    object.__setattr__(config, field, value)  # past the type checks, which users don't have
+    object.__setattr__(config, field, value)  # bypass the type checks, which are active only in tests
     with refused(ConfigError, f"LoRAConfig.{field}="):
         config.__post_init__()
 
 
 @pytest.mark.slow
-def test_axes_of_matrices():
+def test_product_axes_of_weights():
     assert product_axes(("layers", "embed", "heads", "head_dim")) == (("embed",), ("heads", "head_dim"))
     assert product_axes(("heads", "head_dim", "embed")) == (("heads", "head_dim"), ("embed",))
     assert product_axes(("ngram_features", "streams", "embed")) == (("ngram_features",), ("streams", "embed"))
-    assert product_axes(("streams", "embed")) is None  # biases of so many streams
+    assert product_axes(("streams", "embed")) is None  # biases of residual streams
     assert product_axes(("embed", "inputs", "mlp")) == (("embed",), ("inputs", "mlp"))
     for words in ("vocab embed", "embed vocab", "layers norm", "layers heads head_dim", "layers embed"):
         assert product_axes(tuple(words.split())) is None

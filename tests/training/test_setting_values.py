@@ -1,4 +1,4 @@
-"""Files of settings: every spelling of names and values, and what is refused."""
+"""Test settings files: spellings of names and values, and refused files."""
 
 import dataclasses
 import json
@@ -82,7 +82,7 @@ def test_values_are_converted_to_the_type_of_their_field(tmp_path, text, name, v
     assert found == {name: value} and type(found[name]) is type(value)
 
 
-def test_values_of_json_have_types(tmp_path):
+def test_json_values_have_types(tmp_path):
     value = {"count": 3, "inner": {"rate": 1, "limit": None}, "pair": [1, 2], "text": "no", "switch": True}
     found = read(json.dumps(value), tmp_path, "run.json")
     assert found == {"count": 3, "inner.rate": 1.0, "inner.limit": None, "pair": (1, 2), "text": "no", "switch": True}
@@ -90,7 +90,7 @@ def test_values_of_json_have_types(tmp_path):
     assert read("", tmp_path) == {}
 
 
-BAD = {  # what each error names
+BAD = {  # names in each error message
     "cuont: 3": ["'cuont'", "'count'"],
     "inner: {raet: 3}": ["'inner.raet'", "'inner.rate'"],
     "rate: 3": ["'rate'", "'inner.rate'"],
@@ -138,18 +138,18 @@ BAD_JSON = {
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_bad_yaml_is_refused_by_name(tmp_path, text):
+def test_invalid_yaml_is_refused_by_name(tmp_path, text):
     with refused(ConfigError, "run.yaml", *BAD[text]):
         read(text, tmp_path)
 
 
 @pytest.mark.parametrize("text", BAD_JSON)
-def test_bad_json_is_refused_by_name(tmp_path, text):
+def test_invalid_json_is_refused_by_name(tmp_path, text):
     with refused(ConfigError, "run.json", *BAD_JSON[text]):
         read(text, tmp_path, "run.json")
 
 
-def test_a_missing_file_and_a_missing_package(tmp_path, monkeypatch):
+def test_missing_file_or_package_is_reported(tmp_path, monkeypatch):
     with refused(ConfigError, "none.yaml"):
         read_mapping(tmp_path / "none.yaml")
     monkeypatch.setitem(sys.modules, "yaml", None)
@@ -158,7 +158,7 @@ def test_a_missing_file_and_a_missing_package(tmp_path, monkeypatch):
     assert read('{"count": 3}', tmp_path, "run.json") == {"count": 3}
 
 
-def test_values_reach_their_fields():
+def test_values_are_assigned_to_their_fields():
     found = with_settings(Settings(text="b", inner=Inner(limit=None)), {"inner.rate": 2.0, "count": 5})
     assert found == Settings(text="b", count=5, inner=Inner(rate=2.0, limit=None))
     assert flat_settings(found)["inner.rate"] == 2.0 and len(flat_settings(found)) == 11

@@ -1,4 +1,4 @@
-"""Remote files in fsspec's memory file system, retries, and streams of compressed files."""
+"""Test remote files with fsspec's memory file system, retries, and streams of compressed files."""
 
 import functools
 import gzip
@@ -33,7 +33,7 @@ CONTENT = random.Random(0).randbytes(3_000_000)
 
 @pytest.fixture
 def memory(monkeypatch):
-    """fsspec's file system of this process, emptied afterwards."""
+    """Return fsspec's in-memory file system, which is cleared afterwards."""
     monkeypatch.setattr(data_files, "PAUSES", (0.0, 0.0))
     system = fsspec.filesystem("memory")
     yield system
@@ -46,7 +46,7 @@ def file(memory):
     return RemoteFile("memory://a/b.bin")
 
 
-def test_a_web_server_without_range_requests(tmp_path, monkeypatch):
+def test_web_server_without_range_requests(tmp_path, monkeypatch):
     pytest.importorskip("aiohttp")
     (tmp_path / "a.bin").write_bytes(CONTENT * 4)
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
@@ -60,13 +60,13 @@ def test_a_web_server_without_range_requests(tmp_path, monkeypatch):
         server.shutdown()
 
 
-def test_names_of_urls():
+def test_names_from_urls():
     file = RemoteFile("https://host.org/a/b.jsonl.gz?download=true")
     assert (file.name, file.stem, file.suffix) == ("b.jsonl.gz", "b.jsonl", ".gz")
     assert str(file) == "https://host.org/a/b.jsonl.gz?download=true"
 
 
-def test_a_remote_file_is_seekable(file):
+def test_remote_file_is_seekable(file):
     assert file.size == len(CONTENT) and file.checksum is None
     with file.open() as stream, io.BytesIO(CONTENT) as want:
         assert stream.read() == CONTENT
@@ -79,14 +79,14 @@ def test_a_remote_file_is_seekable(file):
     assert not path.exists()
 
 
-def test_a_compressed_remote_file_is_read(memory):
+def test_compressed_remote_file_is_read(memory):
     memory.pipe_file("/a.txt.gz", gzip.compress(CONTENT))
     with open_stream(RemoteFile("memory://a.txt.gz")) as stream:
         assert stream.read() == CONTENT
 
 
 def failing(monkeypatch, memory, times, kind=ConnectionResetError, cut=None):
-    """Let every other read fail, `times` reads in all; with `cut` they return nothing instead."""
+    """Make every second read fail, up to `times` reads. With `cut`, failing reads return no bytes."""
     real, left = memory.open, iter(range(times))
 
     class Handle(io.BytesIO):
@@ -105,7 +105,7 @@ def failing(monkeypatch, memory, times, kind=ConnectionResetError, cut=None):
 
 
 class OtherError(Exception):
-    """As the errors of aiohttp and botocore, which are no OSErrors."""
+    """Stands for errors of aiohttp and botocore, which are not subclasses of OSError."""
 
 
 @pytest.mark.parametrize("options", [{}, {"kind": OtherError}, {"cut": True}], ids=["lost", "other", "cut"])
@@ -131,8 +131,8 @@ def test_persistent_errors_are_raised(file, memory, monkeypatch):
         RemoteFile("memory://nowhere").open()
 
 
-def test_a_stream_that_is_not_seekable_resumes_after_an_error(file, memory, monkeypatch):
-    """A server without sizes: bytes that were read before the error are read again and skipped."""
+def test_non_seekable_stream_resumes_after_an_error(file, memory, monkeypatch):
+    """The server reports no sizes. Bytes that were read before the error are read again and skipped."""
     failing(monkeypatch, memory, 3)
     info = memory.info
     monkeypatch.setattr(type(memory), "info", lambda self, path, **_: {**info(path), "size": None})
@@ -183,8 +183,8 @@ def test_unknown_schemes_and_missing_packages_are_named(monkeypatch):
         file_system("memory://a")
 
 
-def test_an_etag_of_a_web_server_is_of_one_file(monkeypatch):
-    """Servers make ETags of sizes and times; a hash of the content is valid for all addresses."""
+def test_etag_of_a_web_server_is_valid_for_one_url(monkeypatch):
+    """Servers may derive ETags from sizes and times. A content hash is valid for all URLs."""
     urls = ["https://h.org/a.txt", "https://h.org/b.txt"]
     for info, same in (({"ETag": '"x"'}, False), ({"ETag": '"x"', "Content-MD5": "y"}, True)):
         monkeypatch.setattr(RemoteFile, "_info", lambda self, info=info: {"size": 3, **info})
@@ -192,7 +192,7 @@ def test_an_etag_of_a_web_server_is_of_one_file(monkeypatch):
         assert (one == other) == same and one == RemoteFile(urls[0]).checksum
 
 
-def test_a_local_copy_is_deleted(file, tmp_path):
+def test_local_copy_is_deleted(file, tmp_path):
     with local_copy(file, tmp_path / "copy") as path:
         assert path == tmp_path / "copy" and path.read_bytes() == CONTENT
     assert list(tmp_path.iterdir()) == []
@@ -203,13 +203,13 @@ def test_a_local_copy_is_deleted(file, tmp_path):
 LINES = b"".join(b'{"text": "line %d"}\n' % i for i in range(50_000))
 
 
-def test_endings_of_compressed_files():
+def test_file_extensions_of_compressed_files():
     names = ["a.jsonl", "a.jsonl.gz", "b.c.TXT.ZST", "a.gz", "a", ".gz"]
     assert [plain_suffix(Path(name)) for name in names] == [".jsonl", ".jsonl", ".txt", "", "", ""]
     assert [is_compressed(Path(name)) for name in names] == [False, True, True, True, False, False]
 
 
-def test_gzip_is_read_line_by_line_and_whole(tmp_path):
+def test_gzip_is_read_by_line_and_at_once(tmp_path):
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(gzip.compress(LINES[:1000]) + gzip.compress(LINES[1000:]))
     with open_stream(file) as stream:
@@ -220,7 +220,7 @@ def test_gzip_is_read_line_by_line_and_whole(tmp_path):
             stream.read()
 
 
-def test_all_frames_of_zstandard_are_read(tmp_path):
+def test_all_zstandard_frames_are_read(tmp_path):
     compress = zstandard.compress
     file = tmp_path / "a.jsonl.zst"
     file.write_bytes(compress(LINES[:777]) + compress(b"") + compress(LINES[777:]))
@@ -232,7 +232,7 @@ def test_all_frames_of_zstandard_are_read(tmp_path):
             stream.read()
 
 
-def test_frames_of_another_writer_with_a_long_window_are_read(tmp_path):
+def test_zstandard_frames_with_a_long_window_are_read(tmp_path):
     options = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
     with (
         (tmp_path / "a.zst").open("wb") as file,
@@ -245,8 +245,8 @@ def test_frames_of_another_writer_with_a_long_window_are_read(tmp_path):
 
 @pytest.mark.slow(fast=("gz",))
 @pytest.mark.parametrize("kind", ["gz", "zst"])
-def test_reading_the_first_line_takes_little_memory(tmp_path, kind):
-    """Of a small file that decompresses to 200 MB."""
+def test_reading_the_first_line_needs_little_memory(tmp_path, kind):
+    """The file is small and decompresses to 200 MB."""
     blank = b" " * (1 << 20) + b"\n"
     packer = gzip if kind == "gz" else zstandard
     with packer.open(tmp_path / f"a.{kind}", "wb") as out:
@@ -260,7 +260,7 @@ def test_reading_the_first_line_takes_little_memory(tmp_path, kind):
     assert peak < 8 << 20
 
 
-def test_the_missing_package_is_named(tmp_path, monkeypatch):
+def test_missing_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.zst").write_bytes(b"")
     for module in ("compression.zstd", "backports.zstd"):
         monkeypatch.setitem(sys.modules, module, None)

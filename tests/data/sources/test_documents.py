@@ -1,4 +1,4 @@
-"""Records as documents: texts, conversations, prompts with completions, and bad records."""
+"""Test documents from records: texts, conversations, prompts with completions, and invalid records."""
 
 import json
 
@@ -48,7 +48,7 @@ def test_fields_of_records_become_documents(tmp_path):
     assert named.chat == ChatDocument(chat, 0, {})
 
 
-def test_equal_conversations_have_equal_draws(tmp_path):
+def test_equal_conversations_have_equal_hashes(tmp_path):
     chat, other = [USER, ASSISTANT], [ASSISTANT, USER]
     records = [
         {"messages": chat},
@@ -95,14 +95,14 @@ def test_a_list_of_records_and_lines_in_a_json_file(tmp_path):
         pytest.param({"messages": [USER], "chat_template_kwargs": [1]}, ["'chat_template_kwargs'"], id="kwargs"),
     ],
 )
-def test_bad_records_are_refused_by_field(tmp_path, record, names):
+def test_invalid_records_are_refused_by_field(tmp_path, record, names):
     with refused(DataError, "a.jsonl:1", *names):
         read(tmp_path, record)
 
 
 @pytest.mark.slow
-def test_columns_of_conversations(tmp_path):
-    """Parquet gives each message and call all keys of its column; keys without a value are removed."""
+def test_null_values_of_conversation_columns_are_removed(tmp_path):
+    """In Parquet, each message and call has all keys of its column. Keys with null values are removed."""
     import pyarrow
     import pyarrow.parquet
 

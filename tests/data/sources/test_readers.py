@@ -1,4 +1,4 @@
-"""Readers: parts of a source have the documents of the source, local and remote; datasets."""
+"""Test readers: parts of local and remote sources, and datasets."""
 
 import contextlib
 import gzip
@@ -39,7 +39,7 @@ def write_array_record(path, records, group=1):
 
 
 def write(folder, kind, texts):
-    """Write a file, or the directory of a dataset, of this kind."""
+    """Write a file or a dataset directory of the given kind."""
     records = [{"text": text, "id": number} for number, text in enumerate(texts)]
     lines = "".join(
         json.dumps(record, ensure_ascii=False) + "\n" + "\n" * (i % 3 == 1) for i, record in enumerate(records)
@@ -90,14 +90,14 @@ def test_parts_have_the_documents_of_the_source(tmp_path, monkeypatch, kind, mos
 
 def test_lines_at_the_edge_of_a_part_are_read_once(tmp_path):
     lines = [json.dumps({"text": "x" * size}) for size in (1, 2, 3, 300, 1)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))  # the last one without its end
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))  # the last line has no newline
     source, size = Source("a.jsonl", tmp_path / "a.jsonl"), len("\n".join(lines))
     want = document_texts(source)
     for cut in range(size + 1):
         assert document_texts(source, (0, cut)) + document_texts(source, (cut, size)) == want, cut
 
 
-def test_an_error_in_a_part_names_the_position(tmp_path):
+def test_error_in_a_part_names_the_position(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": 2}\n')
     with refused(DataError, "a.jsonl, byte 16", "'text'"):
         document_texts(Source("a.jsonl", tmp_path / "a.jsonl"), (16, 28))
@@ -109,7 +109,7 @@ def test_compressed_and_small_files_have_one_part(tmp_path):
     assert split_into_parts(Source("a.jsonl", tmp_path / "a.jsonl"), 2 * readers.MIN_PART_BYTES) == [None]
 
 
-def test_parts_follow_from_the_size_alone():
+def test_parts_depend_only_on_the_file_size():
     source = Source("a.jsonl", parse_location("a.jsonl"))
     for size, count in ((33_554_433, 3), (1 << 30, 32), (1 << 40, 4096)):
         parts = split_into_parts(source, size)
@@ -134,7 +134,7 @@ def test_array_records_are_texts_or_objects(tmp_path):
     assert list(read_documents(str(tmp_path / "d.arrayrecord"))) == []
 
 
-def test_faulty_array_records_are_named(tmp_path, monkeypatch):
+def test_invalid_array_records_are_named(tmp_path, monkeypatch):
     (tmp_path / "a.arrayrecord").write_bytes(b"no records " * 20_000)
     with refused(DataError, "a.arrayrecord", "ArrayRecord"):
         list(read_documents(str(tmp_path)))
@@ -156,7 +156,7 @@ def memory(monkeypatch):
 
 
 def test_remote_files_are_the_same_corpus(tmp_path, memory):
-    """They have the documents, order and hash of local files, and use the same shards."""
+    """Remote files have the documents, order and hash of local files, and share their shards."""
     for kind in ("a.jsonl", "b.jsonl", "c.parquet", "d.arrayrecord"):
         write(tmp_path, kind if kind[0] != "c" else "a.parquet", words(9, ord(kind[0])))
     packed = b"".join(bytes([number, 0]) for number in (5, 6, 7)) + b"\1\1"
@@ -195,7 +195,7 @@ def test_parts_of_remote_files(tmp_path, memory, monkeypatch, kind):
     memory.pipe_file(f"/{kind}", local.file.read_bytes())
     source = Source(kind, parse_location(f"memory://{kind}"))
     parts = split_into_parts(source, source.file.size)
-    assert (len(parts) > 1) == (kind != "a.txt")  # documents of a text are found only by reading it
+    assert (len(parts) > 1) == (kind != "a.txt")  # documents in a text file are found only by reading the file
     assert [text for part in parts for text in document_texts(source, part)] == document_texts(local)
 
 
@@ -229,7 +229,7 @@ def test_saved_datasets(tmp_path):
         open_store(tmp_path / "run", BYTES, path=str(tmp_path / "one"))
 
 
-def test_urls_of_hub_datasets():
+def test_hub_dataset_urls():
     spelled = {
         "hf://datasets/org/name": HubDataset("org/name"),
         "hf://datasets/org/name:test": HubDataset("org/name", split="test"),
@@ -245,7 +245,7 @@ def test_urls_of_hub_datasets():
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A fake hub with one dataset of three files: the calls and the commits."""
+    """Fake hub with a dataset of three files. Returns the recorded calls and the commits."""
     datasets = pytest.importorskip("datasets")
     for number in range(3):
         rows = [json.dumps({"text": text}) for text in words(5, number)]
@@ -275,7 +275,7 @@ def test_datasets_of_the_hub_are_streamed_file_by_file(tmp_path, hub, monkeypatc
     commits.append("c2")
     count = len(asked)
     assert open_store(tmp_path / "run", BYTES, **options).content_hash == store.content_hash
-    assert len(asked) == count  # a run keeps its commit, and needs no hub while its tokens are cached
+    assert len(asked) == count  # a run uses a fixed commit, and does not access the hub if its tokens are cached
     assert open_store(tmp_path / "new", BYTES, **options).content_hash != store.content_hash
     with refused(DataError, "hf://datasets/o/n:test", "ValueError: Bad split: test"):
         list(read_documents("hf://datasets/o/n:test"))
@@ -319,7 +319,7 @@ def test_local_copies_of_remote_files_are_deleted(tmp_path, memory):
         assert not copy.exists()
 
 
-def test_a_changed_checksum_is_a_changed_remote_file(memory, monkeypatch):
+def test_changed_checksum_means_changed_remote_file(memory, monkeypatch):
     memory.pipe_file("/a.txt", b"x")
     file, checksums = data_files.RemoteFile("memory://a.txt"), ["one"]
     monkeypatch.setattr(data_files.RemoteFile, "checksum", property(lambda self: checksums[-1]))
@@ -327,5 +327,5 @@ def test_a_changed_checksum_is_a_changed_remote_file(memory, monkeypatch):
     assert is_as_described(file, digest, None)
     checksums.append("two")
     assert not is_as_described(file, digest, None)
-    checksums.append(None)  # unknown: the file counts as unchanged
+    checksums.append(None)  # without a checksum, the file counts as unchanged
     assert is_as_described(file, digest, None)

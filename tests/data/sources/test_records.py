@@ -1,4 +1,4 @@
-"""Records: one normal form for every source and use, and counts of dropped records."""
+"""Test the normalization of records from all sources, and counts of dropped records."""
 
 import codecs
 import datetime
@@ -64,7 +64,7 @@ def trained(document) -> list[str]:
 
 
 def random_records(seed: int) -> list[dict]:
-    """Conversations in which keys are optional: Arrow adds missing keys with null values."""
+    """Return conversations with optional keys. Arrow adds missing keys with null values."""
     rng = random.Random(seed)
 
     def record(number: int) -> dict:
@@ -87,7 +87,7 @@ def random_records(seed: int) -> list[dict]:
 
 
 def written_as(kind: str, records: list[dict], folder):
-    """Write records to a source of this kind, and return its path."""
+    """Write records to a source of the given kind and return its path."""
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet
 
@@ -122,7 +122,7 @@ SOURCES = ("bom", "list", "gzip", "parquet", "lines of Arrow", "strings", "strin
 
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_every_source_gives_the_same_documents(kind, seed, tmp_path):
+def test_all_sources_give_equal_documents(kind, seed, tmp_path):
     records = random_records(seed)
     report, same = ReadReport(), ReadReport()
     wanted = rendered(*records, report=same)
@@ -140,7 +140,7 @@ def test_every_source_gives_the_same_documents(kind, seed, tmp_path):
     ]
 
 
-def test_maps_of_arrow_are_objects(tmp_path):
+def test_arrow_maps_are_objects(tmp_path):
     """Spark and DuckDB write messages as maps."""
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet
@@ -173,7 +173,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_formats_give_the_same_conversation(name):
+def test_formats_give_equal_conversations(name):
     (document,) = rendered(SAME[name])
     assert document.text == WANTED and trained(document) == ["a</s>"]
     prompt = normalize_prompt(SAME[name], "x")["prompt"] if name != "text field" else [USER]
@@ -181,7 +181,7 @@ def test_formats_give_the_same_conversation(name):
 
 
 @pytest.mark.parametrize("messages", [[USER, ANSWER], SAME["parts"]["messages"]], ids=["texts", "parts"])
-def test_templates_that_need_parts_write_texts(messages, tmp_path):
+def test_content_part_templates_render_plain_texts(messages, tmp_path):
     template = ChatTemplate(source=PARTS)
     (document,) = rendered({"messages": messages}, template=template)
     assert document.text == WANTED and trained(document) == ["a</s>"]
@@ -193,7 +193,7 @@ def test_templates_that_need_parts_write_texts(messages, tmp_path):
     assert BYTES.decode(found.tokens) == "<user>q</s><assistant>"
 
 
-def test_history_of_alpaca_and_system_column():
+def test_alpaca_history_and_system_column():
     record = {"instruction": "add", "input": "1 2", "output": "3", "system": "be kind", "history": [["x", "y"]]}
     (document,) = rendered(record)
     assert document.text == "<system>be kind</s><user>x</s><assistant>y</s><user>add\n1 2</s><assistant>3</s>"
@@ -220,7 +220,7 @@ def test_calls_after_an_assistant_message_belong_to_its_turn():
     (document,) = rendered({"messages": [USER, f, g, *results, {**ANSWER, "loss": True}, f]})
     calls = '<assistant>f{"x": 1}g{"x": 1}</s><tool>1</s><tool>2</s>'
     assert document.text == f'<user>q</s>{calls}<assistant>af{{"x": 1}}</s>'
-    (apart,) = rendered({"messages": [USER, ANSWER, ANSWER]})  # not merged: no calls
+    (apart,) = rendered({"messages": [USER, ANSWER, ANSWER]})  # messages without calls are not merged
     assert apart.text == "<user>q</s><assistant>a</s><assistant>a</s>"
     with refused(DataError, "messages[2]", "weight, train or loss"):
         rendered({"messages": [USER, {**ANSWER, "loss": False}, f]})
@@ -235,8 +235,8 @@ def test_definitions_of_tools_have_the_form_of_the_server(read):
     assert read({"messages": [USER, ANSWER], "tools": [search]}, "a.jsonl:1")["tools"] == [search]
 
 
-def test_labeled_conversations_are_split_before_the_last_answer(tmp_path):
-    """The format of LLaMA-Factory and ms-swift for KTO."""
+def test_labeled_conversations_are_split_before_the_final_answer(tmp_path):
+    """LLaMA-Factory and ms-swift use this format for KTO."""
     turns = [USER, ANSWER, USER, {"role": "assistant", "content": "b"}]
     path = write(tmp_path / "a.jsonl", {"messages": turns, "label": False})
     (example,) = read_labeled_completions(path, BYTES, seq_len=200, template=TEMPLATE).examples
@@ -249,13 +249,13 @@ def test_labeled_conversations_are_split_before_the_last_answer(tmp_path):
 
 
 @pytest.mark.parametrize("names", ["instruction response", "question answer", "prompt response"])
-def test_an_error_about_other_columns_names_the_columns_to_rename(names):
+def test_error_names_the_columns_to_rename(names):
     with refused(DataError, ", ".join(names.split()), "--text-field", "'instruction'", "'output'"):
         rendered(dict.fromkeys(names.split(), "q"))
 
 
 @pytest.mark.parametrize("form", ["role", "function_call", "flat", "nested"])
-def test_arguments_of_calls_are_not_lost(form):
+def test_tool_call_arguments_are_not_lost(form):
     def call_of(call: dict) -> dict:
         if form == "role":
             return {"from": "function_call", "value": json.dumps(call)}
@@ -281,12 +281,12 @@ def test_image_urls_become_images():
 
 
 @pytest.mark.parametrize("name", ["text", "message"])
-def test_an_error_about_a_message_names_its_keys(name):
+def test_error_about_a_message_names_its_keys(name):
     with refused(DataError, "a.jsonl:1", "messages[0]", "content", f"role, {name}"):
         rendered({"messages": [{"role": "user", name: "q"}, ANSWER]})
 
 
-def test_fields_in_errors_are_not_null(tmp_path):
+def test_errors_omit_null_fields(tmp_path):
     path = write(tmp_path / "a.jsonl", {"prompt": "a", "chosen": None, "rejected": "b"})
     with refused(DataError, "'chosen'", "prompt, rejected"):
         read_pairs(path, BYTES, seq_len=64)
@@ -303,8 +303,8 @@ def test_function_calls_become_tool_calls():
 
 @pytest.mark.slow(fast=("None", "print(1)"))
 @pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}', None, "", " ", "print(1)", '["x"]', '{"x": null}'])
-def test_arguments_in_json_are_objects_as_in_the_server(arguments):
-    """A template that converts arguments to JSON would write a text of JSON twice encoded."""
+def test_json_arguments_become_objects_as_in_the_server(arguments):
+    """Otherwise, a template that serializes arguments to JSON would encode JSON strings twice."""
     function = {"name": "f", "arguments": arguments}
     expected = {None: {}, "": {}, " ": {}, '{"x": 1}': {"x": 1}, '{"x": null}': {"x": None}}
     parsed = arguments if isinstance(arguments, dict) else expected.get(arguments, arguments)
@@ -327,7 +327,7 @@ def test_arguments_in_json_are_objects_as_in_the_server(arguments):
 @pytest.mark.slow(fast=("train-generation", "loss_mask-generation"))
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["plain", "generation"])
 @pytest.mark.parametrize("flag", [*TRAIN_FLAGS, *INVERTED_FLAGS])
-def test_flags_of_messages_decide_what_is_trained_on(flag, template):
+def test_message_flags_select_the_targets(flag, template):
     rng = random.Random(flag)
     for _ in range(4):
         is_trained = [rng.random() < 0.5 for _ in range(4)]
@@ -346,7 +346,7 @@ def test_flags_of_messages_decide_what_is_trained_on(flag, template):
     assert trained(rendered(pair, template=template)[0]) == ["a</s>"]
 
 
-def test_keys_that_are_not_supported_are_refused_by_name():
+def test_unsupported_keys_are_refused_by_name():
     for key in UNSUPPORTED_MESSAGE_KEYS:
         with refused(DataError, f"a.jsonl:1: messages[1].{key}="):
             rendered({"messages": [USER, {**ANSWER, key: [0.5]}]})
@@ -378,19 +378,19 @@ PAIR = {"prompt": "q", "completion": "a"}
         pytest.param({"prompt": str([USER]), "completion": str([ANSWER])}, ["'prompt'", "Python", "JSON"], id="repr"),
     ],
 )
-def test_records_that_contradict_themselves_are_refused(record, names):
+def test_contradictory_records_are_refused(record, names):
     with refused(DataError, "a.jsonl:1", *names):
         rendered(record)
 
 
-def test_roles_that_the_template_does_not_write_are_refused():
+def test_roles_that_the_template_omits_are_refused():
     source = "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
     messages = [{"role": "narrator", "content": "x"}, USER, ANSWER]
     with refused(DataError, "messages[0]", "'narrator'"):
         rendered({"messages": messages}, template=ChatTemplate(source=source))
 
 
-def test_all_columns_may_have_any_name_in_plain_texts():
+def test_plain_texts_may_have_any_other_columns():
     record = {"text": "x", "weight": 70.5, "train": "a", "system": "linux", "label": 3, "tools": "{", "output": [1]}
     record |= {"documents": "a.pdf", "functions": "main", "messages": "3", "prompt": [1, 2], "chosen": [{"x": 1}]}
     record |= {"conversations": [{"value": 1}], "completion": "[{", "chat_template_kwargs": "{", "history": "x"}
@@ -456,7 +456,7 @@ def test_the_system_column_of_conversations():
         rendered({"messages": [parts, USER, ANSWER], "system": "T"})
 
 
-def test_an_answer_in_json_is_plain_text(tmp_path):
+def test_json_answer_is_plain_text(tmp_path):
     answers = [json.dumps([{"from": "Berlin", "value": 12}]), json.dumps({"role": "admin", "content": "x"})]
     answers.append("[{'from': 'Berlin', 'value': 12}]")
     for answer in answers:
@@ -465,7 +465,7 @@ def test_an_answer_in_json_is_plain_text(tmp_path):
         assert len(read_pairs(path, BYTES, seq_len=128).examples) == 1
 
 
-def test_null_text_is_counted_like_empty_text():
+def test_null_texts_are_counted_as_empty_texts():
     report = ReadReport()
     nulls = [
         {"text": None},
@@ -480,7 +480,7 @@ def test_null_text_is_counted_like_empty_text():
         rendered({"other": "x"})
 
 
-def test_dates_in_messages_are_texts_and_bytes_are_refused():
+def test_dates_become_text_and_bytes_are_refused():
     stamp = datetime.datetime(2024, 1, 2, 3, 4)
     (found,) = record_documents([("x", {"messages": [{**USER, "timestamp": stamp}, ANSWER]})], "text")
     assert found.chat is not None and found.chat.messages[0]["timestamp"] == "2024-01-02 03:04:00"
@@ -490,7 +490,7 @@ def test_dates_in_messages_are_texts_and_bytes_are_refused():
 
 
 @pytest.mark.parametrize("label", [0, 1, 0.0, True, False])
-def test_labels_are_read_by_kto_and_refused_by_sft(label, tmp_path):
+def test_labels_are_used_by_kto_and_refused_by_sft(label, tmp_path):
     record = {"prompt": "q", "completion": "a", "label": label}
     with refused(DataError, f"label={label}", "--method kto"):
         rendered(record)
@@ -513,7 +513,7 @@ def test_labels_and_masks_of_conversations_are_refused(kind, key, value, tmp_pat
 
 @pytest.mark.slow(fast=("image", "audio"))
 @pytest.mark.parametrize("name", ["image", "video", "audio"])
-def test_a_single_file_is_read_like_a_list(name, tmp_path):
+def test_single_file_is_read_like_a_list(name, tmp_path):
     question = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
     (wanted,) = rendered(question | {f"{name}s": ["a.bin"]})
     for record in ({name: "a.bin"}, {name: ["a.bin"]}, {name: "a.bin", f"{name}s": []}):
@@ -530,13 +530,13 @@ def test_a_single_file_is_read_like_a_list(name, tmp_path):
         read_prompts(pair, BYTES, max_tokens=99)
 
 
-def test_pairs_in_a_table_name_the_methods_for_pairs(tmp_path):
+def test_error_about_pairs_names_the_preference_methods(tmp_path):
     path = written_as("parquet", [{"prompt": "q", "chosen": "a", "rejected": "b"}], tmp_path)
     with refused(DataError, "--method dpo"):
         list(read_documents(path))
 
 
-def test_an_excluded_answer_is_not_counted_as_empty(tmp_path):
+def test_excluded_answers_are_not_counted_as_empty(tmp_path):
     records = [{"prompt": [USER], "chosen": [{**ANSWER, "weight": 0}], "rejected": [OTHER]}]
     records.append({"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]})
     found = read_pairs(write(tmp_path / "a.jsonl", *records), BYTES, seq_len=256, template=TEMPLATE)
@@ -591,14 +591,14 @@ UNENCODABLE = {
 
 
 @pytest.mark.parametrize("name", UNENCODABLE)
-def test_text_that_is_not_unicode_is_refused(name, tmp_path):
+def test_invalid_unicode_is_refused(name, tmp_path):
     path = write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER]}, UNENCODABLE[name])
     with refused(DataError, "a.jsonl:2", "Unicode"):
         list(render_documents(read_documents(path), TEMPLATE))
 
 
 @pytest.mark.parametrize("field", ["prompt", "chosen", "rejected", "completion", "answer", "text"])
-def test_text_that_is_not_unicode_is_refused_for_every_use(field, tmp_path):
+def test_invalid_unicode_is_refused_for_every_use(field, tmp_path):
     record = {"prompt": "q", "chosen": "a", "rejected": "b", "completion": "c", "label": True, "text": "t", field: HALF}
     path = write(tmp_path / "a.jsonl", record)
     uses = {
@@ -613,7 +613,7 @@ def test_text_that_is_not_unicode_is_refused_for_every_use(field, tmp_path):
                 use()
 
 
-def test_formats_give_the_same_preferences(tmp_path):
+def test_formats_give_equal_preferences(tmp_path):
     records = [
         {"prompt": [USER], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "b"}]},
         {
@@ -633,7 +633,7 @@ def test_formats_give_the_same_preferences(tmp_path):
     assert len(tokens) == len(records) and all(each == tokens[0] for each in tokens)
 
 
-def test_formats_give_the_same_prompts(tmp_path):
+def test_formats_give_equal_prompts(tmp_path):
     records = [
         {"prompt": [USER]},
         {"prompt": json.dumps([USER])},

@@ -1,4 +1,4 @@
-"""Sources of text: files and their order, splits, and bad data."""
+"""Test text sources: files and their order, splits, and invalid data."""
 
 import gzip
 import hashlib
@@ -33,7 +33,7 @@ def write_parquet(path, columns, **settings):
     pyarrow.parquet.write_table(pyarrow.table(columns), path, **settings)
 
 
-def test_a_directory_of_texts(tmp_path):
+def test_directory_of_texts(tmp_path):
     for name, text in {
         "b.txt": "B",
         "a/z.md": "A",
@@ -50,10 +50,10 @@ def test_a_directory_of_texts(tmp_path):
     with refused(DataError, "--data", "d.png'", ".jsonl"):
         texts(tmp_path / "d.png")
     (tmp_path / "records.jsonl").write_text('{"text": "R"}')
-    assert texts(tmp_path) == ["R"]  # a directory with records has no texts
+    assert texts(tmp_path) == ["R"]  # text files in a directory with records are ignored
 
 
-def test_files_of_a_directory_with_links_are_read_once(tmp_path):
+def test_linked_files_of_a_directory_are_read_once(tmp_path):
     data = tmp_path / "data.v2"
     for name in ("data.v2/a.jsonl", "data.v2/deep/er/b.jsonl", "data.v2/.kept/c.jsonl", "other/d.jsonl"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def test_several_paths_are_read_one_after_another(tmp_path):
         find_sources([paths[0], str(tmp_path / "nowhere")])
 
 
-def test_compressed_files_are_read_by_their_inner_ending(tmp_path):
+def test_compressed_files_are_read_by_their_inner_extension(tmp_path):
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
     contents = {"a.jsonl.gz": lines, "b.json.gz": json.dumps([{"text": "list"}]), "c.txt.gz": "plain", "d.gz": "none"}
     for name, content in contents.items():
@@ -97,8 +97,8 @@ def test_compressed_files_are_read_by_their_inner_ending(tmp_path):
         texts(tmp_path / "f.npy.gz")
 
 
-def test_the_corpus_of_a_directory_has_one_kind_of_files(tmp_path):
-    """The best kind, without settings and copies."""
+def test_corpus_of_a_directory_has_a_single_file_type(tmp_path):
+    """The preferred file type is used. Settings and copies are ignored."""
     for name in ("notes.txt.gz", "settings.json", "readme.md", "a.jsonl.gz", "b.jsonl", "c.xyz"):
         (tmp_path / name).write_bytes(b"")
     for best in (["b.jsonl"], ["a.jsonl.gz"], ["readme.md"], ["settings.json"], ["notes.txt.gz"]):
@@ -108,18 +108,18 @@ def test_the_corpus_of_a_directory_has_one_kind_of_files(tmp_path):
         find_sources(str(tmp_path))
 
 
-def test_a_file_without_an_ending_is_text(tmp_path):
+def test_file_without_an_extension_is_text(tmp_path):
     (tmp_path / "LICENSE").write_text("permission")
     (tmp_path / "DATA.JSONL").write_text('{"text": "capitals"}')
     assert texts(tmp_path / "LICENSE") == ["permission"] and texts(tmp_path / "DATA.JSONL") == ["capitals"]
 
 
-def test_line_ends_are_kept(tmp_path):
+def test_line_endings_are_preserved(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\rthree\n")
     assert texts(tmp_path / "a.txt") == ["one\r\ntwo\rthree\n"]
 
 
-def test_a_long_file_is_read_in_pieces(tmp_path):
+def test_long_file_is_read_in_pieces(tmp_path):
     text = "".join(f"line {i} naïve 🙂\n" for i in range(MAX_WHOLE_TEXT_BYTES // 16))
     (tmp_path / "long.txt").write_text(text)
     found = texts(tmp_path / "long.txt")
@@ -167,7 +167,7 @@ def test_packed_tokens_of_a_large_vocabulary_are_uint32(tmp_path):
     assert store[0].tolist() == [256, 5, 69_999, 257] and store.counts("train").bytes is None
 
 
-FAULTS = {  # a file, its content, and what the error names
+FAULTS = {  # file name, content, and names in the error message
     "missing": (None, {}, ["nowhere.txt'"]),
     "nothing": ("d", {}, ["/d", ".jsonl"]),
     "json": ("a.jsonl", b'{"text": "a"}\n{"text": \n', ["a.jsonl:2", "JSON"]),
@@ -190,7 +190,7 @@ FAULTS = {  # a file, its content, and what the error names
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_bad_data_are_refused(tmp_path, fault):
+def test_invalid_data_are_refused(tmp_path, fault):
     name, content, names = FAULTS[fault]
     path = tmp_path / (name or "nowhere.txt")
     if isinstance(content, bytes):
@@ -204,7 +204,7 @@ def test_bad_data_are_refused(tmp_path, fault):
     assert not (tmp_path / "cache" / "manifest.json").exists() and not (tmp_path / "cache" / "partial").exists()
 
 
-def test_bad_columns_and_arrays_are_refused(tmp_path):
+def test_invalid_columns_and_arrays_are_refused(tmp_path):
     write_parquet(tmp_path / "a.parquet", {"body": ["a"]})
     with refused(DataError, "'text'", "--text-field"):
         texts(tmp_path / "a.parquet")
@@ -220,7 +220,7 @@ def test_bad_columns_and_arrays_are_refused(tmp_path):
         open_store(tmp_path / "cache", BYTES, path=str(tmp_path / "empty.txt"))
 
 
-def test_the_split_follows_the_hash():
+def test_held_out_split_depends_on_the_hash():
     documents = [Document(str(i), f"text {i}") for i in range(400)]
     rule = held_out_rule(documents, 0.2)
     chosen = [document.text for document in documents if rule(document)]
@@ -234,13 +234,13 @@ def test_the_split_follows_the_hash():
 
 
 @pytest.mark.parametrize("count, fraction, held", [(1, 0.5, 0), (2, 0.01, 1), (3, 0.99, 1), (5, 0.0, 0)])
-def test_few_documents_leave_something_on_both_sides(count, fraction, held):
+def test_small_corpora_have_documents_in_both_splits(count, fraction, held):
     documents = [Document(str(i), f"text {i}") for i in range(count)]
     rule = held_out_rule(iter(documents), fraction)
     assert sum(map(rule, documents)) == held
 
 
-def test_the_standard_library_is_a_corpus():
+def test_standard_library_is_the_default_corpus():
     sources = find_sources(None)
     names = [source.name for source in sources]
     assert names == sorted(names) and len(names) > 300 and {"argparse.py", "asyncio/tasks.py"} <= set(names)
@@ -253,7 +253,7 @@ def test_the_standard_library_is_a_corpus():
     assert 5e6 < size < 3e7
 
 
-def test_texts_are_compressed_as_one():
+def test_gzip_rate_is_that_of_the_concatenated_texts():
     texts = ["the cat ", "sat on the mat ", "naïve 東京 " * 20]
     baseline = Gzip()
     for text in texts:
@@ -262,5 +262,5 @@ def test_texts_are_compressed_as_one():
     assert baseline.nats_per_byte() == pytest.approx(8 * math.log(2) * len(gzip.compress(whole, 9)) / len(whole))
 
 
-def test_nothing_has_no_rate():
+def test_gzip_rate_without_texts_is_none():
     assert Gzip().nats_per_byte() is None

@@ -1,4 +1,4 @@
-"""Locks of shards: one holder at a time, and what killed processes left goes, whoever comes first."""
+"""Test locks of shards: a single holder, and removal of files that killed processes left."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ def names(folder):
     return sorted(file.name for file in folder.iterdir())
 
 
-def test_a_shard_is_made_by_one_process(tmp_path):
+def test_shard_is_written_by_one_process(tmp_path):
     one, other, of_another = (ShardLock(tmp_path / f"{name}.tokens") for name in "aab")
     assert one.take() and not other.take() and of_another.take()
     one.release()
@@ -55,7 +55,7 @@ sys.stdin.read()
 """
 
 
-def test_the_lock_of_a_killed_process_is_free_at_once(tmp_path):
+def test_lock_of_a_killed_process_is_free_immediately(tmp_path):
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], **pipes) as process:
         assert process.stdout.readline() == b"taken\n"
@@ -74,7 +74,7 @@ def test_the_lock_of_a_killed_process_is_free_at_once(tmp_path):
 
 
 def test_old_files_of_killed_processes_are_deleted(tmp_path):
-    """New files may be another host's, whose lock is not visible here."""
+    """New files are kept: they may belong to another host, and its lock may not be visible."""
     old = ["a.lock", "a.1.partial", "a.1.copy", "b.lock", "b.tokens", "c.2.partial"]
     fresh = ["d.lock", "d.3.partial", "d.3.copy", "e.4.partial", "e.4.copy", "f.5.partial"]
     for name in (*old, *fresh):
@@ -84,8 +84,8 @@ def test_old_files_of_killed_processes_are_deleted(tmp_path):
     assert names(tmp_path) == sorted([*fresh, "b.tokens"])
 
 
-def test_the_lock_of_another_user(tmp_path, monkeypatch):
-    """It cannot be acquired: the age of the shard's files decides whether it counts as held."""
+def test_lock_file_of_another_user(tmp_path, monkeypatch):
+    """The lock cannot be acquired. It counts as held if the files of the shard are recent."""
     path, real = tmp_path / "a.lock", os.open
     path.write_text("another user's")
 
@@ -110,8 +110,8 @@ def test_the_lock_of_another_user(tmp_path, monkeypatch):
         lock.take()
 
 
-def test_a_lock_is_never_held_twice(tmp_path):
-    """Also if a thread opens the file that another one is about to delete."""
+def test_lock_has_at_most_one_holder(tmp_path):
+    """This also holds if a thread opens the lock file just before another thread deletes it."""
     holders, most, taken = [], [], []
 
     def work():
@@ -133,8 +133,8 @@ def test_a_lock_is_never_held_twice(tmp_path):
     assert set(most) == {1} and names(tmp_path) == []
 
 
-def test_the_lock_of_a_host_that_is_gone_is_not_waited_for(tmp_path):
-    """Some servers never release the locks of a client that is gone."""
+def test_lock_of_an_unreachable_host_expires(tmp_path):
+    """Some file servers never release the locks of a disconnected client."""
     shard = tmp_path / "a.tokens"
     gone, lock = ShardLock(shard), ShardLock(shard)
     assert gone.take()

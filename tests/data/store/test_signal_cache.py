@@ -1,4 +1,4 @@
-"""Numbers of tokens are found by the tokens, by all processes, and survive a process that was killed."""
+"""Test the cache of per-token signals: lookup by tokens, several processes, and killed processes."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def numbers_of(tokens):
     return {"one": tokens / 7, "several": np.outer(tokens, [1, 2, 3])}
 
 
-def test_saved_numbers_are_found_by_tokens(tmp_path):
+def test_saved_signals_are_found_by_tokens(tmp_path):
     folder, texts = tmp_path / "kept", [np.array([1, 2, 3]), np.array([2]), np.array([1, 2])]
     first = SignalCache(folder, COLUMNS, MAKER)
     assert first.find(texts[0]) is None
@@ -34,7 +34,7 @@ def test_saved_numbers_are_found_by_tokens(tmp_path):
 
 @pytest.mark.parametrize("file", ["index.bin", "one.bin", "several.bin"])
 def test_partial_records_are_removed(tmp_path, file):
-    """For a file that ends early; numbers that are added later are complete."""
+    """The file is truncated. Signals that are added later are complete."""
     numbers = SignalCache(tmp_path, COLUMNS, MAKER)
     texts = [np.array([1, 2, 3]), np.array([4, 5])]
     for tokens in texts:
@@ -49,7 +49,7 @@ def test_partial_records_are_removed(tmp_path, file):
         assert np.array_equal(again.find(tokens)["several"], numbers_of(tokens)["several"])
 
 
-def test_numbers_of_another_maker_are_refused(tmp_path):
+def test_signals_computed_differently_are_refused(tmp_path):
     SignalCache(tmp_path, COLUMNS, MAKER)
     with refused(DataError, "weights='a1'", "'b2'"):
         SignalCache(tmp_path, COLUMNS, {"weights": "b2"})

@@ -1,4 +1,4 @@
-"""The token store: shared by runs, repaired after damage, and refused for changed data."""
+"""Test the token store: sharing between runs, repair after damage, and changed data."""
 
 import contextlib
 import errno
@@ -46,7 +46,7 @@ def build(corpus, run="run", **settings):
 
 @pytest.fixture
 def made(monkeypatch):
-    """The names of the sources that are tokenized, in order."""
+    """Return the list of names of sources as they are tokenized."""
     found, real = [], tokenize.make_shard
 
     def noted(folder, job, *rest):
@@ -57,7 +57,7 @@ def made(monkeypatch):
     return found
 
 
-def test_the_store_has_the_documents_in_order(corpus):
+def test_store_has_the_documents_in_order(corpus):
     store = build(corpus, held_out_fraction=0.3)
     assert [BYTES.decode(store[i]) for i in range(len(store))] == [
         document.text for document in read_documents(str(corpus))
@@ -93,14 +93,14 @@ def test_ranges_of_documents(corpus):
     assert len(list(store)) == 10
 
 
-def test_few_files_are_open_at_a_time(corpus, monkeypatch):
+def test_number_of_open_files_is_bounded(corpus, monkeypatch):
     monkeypatch.setattr("eqx_decoders.data.store.store.MAX_OPEN_SHARDS", 3)
     store = build(corpus)
     assert all_tokens(store) == all_tokens(build(corpus)) and store.shard.cache_info().currsize == 3
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["fraction", "path"])
-def test_the_list_of_documents_equals_the_shards(corpus, tmp_path, monkeypatch, own):
+def test_list_of_documents_equals_the_shards(corpus, tmp_path, monkeypatch, own):
     (corpus / "05.txt").write_text("")
     lines = "".join(json.dumps({"text": f"record {number}"}) + "\n" for number in range(7))
     (tmp_path / "v.jsonl").write_text(lines)
@@ -127,8 +127,8 @@ def test_the_list_of_documents_equals_the_shards(corpus, tmp_path, monkeypatch, 
     assert build(corpus, "other", **held_out).sizes(0, 11).tolist() == sizes[:11]
 
 
-def test_hashes_do_not_change(corpus, tmp_path):
-    """With other hashes, existing runs could not be resumed."""
+def test_hashes_are_stable(corpus, tmp_path):
+    """If hashes changed, existing runs could not be resumed."""
     assert build(corpus).content_hash == "f0dd11016b4d8a2fc1bbf1793d0e7b7c"
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     template = ChatTemplate(source="no conversation")
@@ -183,7 +183,7 @@ def test_special_tokens_of_prompts_are_not_repeated(tmp_path):
     assert store.targets(0).sum() == len(there) + 1
 
 
-def test_a_store_of_conversations_has_one_template(mixed, tmp_path, made):
+def test_store_of_conversations_has_one_template(mixed, tmp_path, made):
     first = mixed()
     for other in (CHATML + " ", None):
         with refused(DataError, "--chat-template"):
@@ -193,7 +193,7 @@ def test_a_store_of_conversations_has_one_template(mixed, tmp_path, made):
     assert mixed(CHATML + " ").content_hash != first.content_hash and made == ["a.jsonl"] * 2
 
 
-def test_the_first_documents(mixed, tmp_path):
+def test_store_of_the_first_documents(mixed, tmp_path):
     config = DataConfig(path=str(tmp_path / "a.jsonl"), held_out_fraction=0.0)
     whole = mixed()
     store = open_tokens(config, BYTES, tmp_path / "sample", template=ChatTemplate(source=CHATML), max_documents=3)[""]
@@ -202,7 +202,7 @@ def test_the_first_documents(mixed, tmp_path):
     assert store.targets(2).tolist() == whole.targets(2).tolist()
 
 
-def test_the_directory_of_the_cache(corpus, tmp_path, monkeypatch):
+def test_cache_directory(corpus, tmp_path, monkeypatch):
     def made_in(cache_dir, **environment):
         for name in ("EQX_DECODERS_CACHE", "XDG_CACHE_HOME"):
             monkeypatch.delenv(name, raising=False)
@@ -228,11 +228,11 @@ def test_the_directory_of_the_cache(corpus, tmp_path, monkeypatch):
 # --- made once --------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_are_made_once_for_all_runs(corpus, made, monkeypatch):
+def test_corpora_are_tokenized_once_for_all_runs(corpus, made, monkeypatch):
     first = build(corpus)
     assert made == [f"{i:02}.txt" for i in range(12)]
     assert build(corpus, "other").content_hash == first.content_hash and len(made) == 12
-    for file in corpus.iterdir():  # long enough ago to be remembered
+    for file in corpus.iterdir():  # old enough that file times are trusted
         os.utime(file, (1, 1))
     build(corpus, "third")
     monkeypatch.setattr(sources, "_hash", None)  # unchanged files are not read again
@@ -240,7 +240,7 @@ def test_tokens_are_made_once_for_all_runs(corpus, made, monkeypatch):
     assert len(made) == 12
 
 
-def test_a_changed_file_makes_one_shard(corpus, made):
+def test_changed_file_rewrites_one_shard(corpus, made):
     old = all_tokens(build(corpus))
     (corpus / "03.txt").write_text("new words")
     new = all_tokens(build(corpus, "other"))
@@ -258,13 +258,13 @@ def test_a_changed_file_makes_one_shard(corpus, made):
     ],
     ids=["tokenizer", "text_field", "template"],
 )
-def test_other_recipes_have_other_tokens(corpus, made, change):
+def test_different_tokenization_settings_use_different_shards(corpus, made, change):
     build(corpus)
     build(corpus, "other", **change)
     assert len(made) == 24
 
 
-def test_another_share_of_held_out_documents_needs_no_new_tokens(corpus, made):
+def test_changed_held_out_fraction_reuses_tokens(corpus, made):
     texts = [document.text for document in read_documents(str(corpus))]
     for fraction in (0.05, 0.3, 0.6, 0.0, 1e-9, 0.999):
         store = build(corpus, f"run {fraction}", held_out_fraction=fraction)
@@ -281,7 +281,7 @@ def test_another_share_of_held_out_documents_needs_no_new_tokens(corpus, made):
     assert len(made) == 12
 
 
-def test_equal_content_in_files_of_other_kinds_is_not_shared(tmp_path, made):
+def test_equal_content_with_other_file_types_is_not_shared(tmp_path, made):
     line = '{"text": "one"}\n'
     for name in ("a.txt", "b.jsonl"):
         (tmp_path / name).write_text(line)
@@ -289,7 +289,7 @@ def test_equal_content_in_files_of_other_kinds_is_not_shared(tmp_path, made):
     assert [BYTES.decode(store[i]) for i in range(2)] == [line, "one"]
 
 
-def test_touched_and_moved_files_are_the_same_data(corpus, tmp_path):
+def test_touched_and_moved_files_are_unchanged_data(corpus, tmp_path):
     first = build(corpus)
     for file in corpus.iterdir():
         os.utime(file, (1, 1))
@@ -300,7 +300,7 @@ def test_touched_and_moved_files_are_the_same_data(corpus, tmp_path):
     assert build(moved).content_hash == first.content_hash
 
 
-def test_foreign_files_are_not_changed(corpus):
+def test_unrelated_files_are_not_changed(corpus):
     mine = {name: name.encode() for name in ("tokens.bin", "targets.bin", "offsets.npy", "held_out.npy")}
     run = corpus.parent / "run"
     run.mkdir()
@@ -376,8 +376,8 @@ def test_damaged_stores_are_repaired(corpus, made, damage):
 
 
 @pytest.mark.parametrize("moment", ["writing", "moving", "manifest"])
-def test_an_interrupted_store_is_completed(corpus, made, monkeypatch, moment):
-    """An exception at the fifth shard or at the manifest leaves the finished shards and no other files."""
+def test_interrupted_store_is_completed(corpus, made, monkeypatch, moment):
+    """After an exception at the fifth shard or at the manifest, only the finished shards are left."""
     calls, replace = iter(range(100)), os.replace
 
     class Stop(BaseException):
@@ -412,7 +412,7 @@ def test_an_interrupted_store_is_completed(corpus, made, monkeypatch, moment):
     assert all_tokens(again) == all_tokens(build(corpus, "other", cache_dir=corpus.parent / "another"))
 
 
-def test_threads_make_one_store(corpus, made):
+def test_concurrent_threads_write_one_store(corpus, made):
     stores = []
     threads = [threading.Thread(target=lambda run=run: stores.append(build(corpus, run))) for run in "aabb"]
     for thread in threads:
@@ -423,7 +423,7 @@ def test_threads_make_one_store(corpus, made):
     assert len(stores) == 4 and len({store.content_hash for store in stores}) == 1
 
 
-def test_a_tokenizer_without_separators_is_refused(corpus):
+def test_tokenizer_without_separators_is_refused(corpus):
     class Endless(ByteTokenizer):
         bos_id = eos_id = None
 
@@ -431,7 +431,7 @@ def test_a_tokenizer_without_separators_is_refused(corpus):
         build(corpus, tokenizer=Endless())
 
 
-def test_refuses_a_tokenizer_without_eos_that_never_writes_bos(monkeypatch):
+def test_tokenizer_with_neither_eos_nor_written_bos_is_refused(monkeypatch):
     class Half(ByteTokenizer):
         eos_id = None
 
@@ -443,7 +443,7 @@ def test_refuses_a_tokenizer_without_eos_that_never_writes_bos(monkeypatch):
 
 @pytest.mark.parametrize("bos, eos", [(None, 257), (256, None)])
 def test_one_separator_is_enough(corpus, bos, eos):
-    """Documents start with bos or nothing, never with eos as its substitute."""
+    """Documents start with bos or without a separator, never with eos as a substitute."""
 
     class Half(ByteTokenizer):
         bos_id, eos_id = bos, eos
@@ -466,7 +466,7 @@ def test_held_out_tokens_count_their_bytes(tmp_path, fraction):
 
 
 def test_held_out_documents_without_text_have_no_baseline(tmp_path):
-    """Tokens that decode to an empty text."""
+    """The tokens decode to an empty text."""
     np.save(tmp_path / "a.npy", np.array([258, 257] * 4, np.uint16))
     held_out = str(tmp_path / "a.npy")
     (tmp_path / "a.txt").write_text("text")
@@ -481,7 +481,7 @@ def test_held_out_documents_without_text_have_no_baseline(tmp_path):
 def test_all_documents_can_be_held_out(corpus, tmp_path):
     trained, held_out = build(corpus, held_out_fraction=0.0), build(corpus, "set", held_out_fraction=1.0)
     assert held_out.is_held_out(0, 12).all() and not trained.is_held_out(0, 12).any()
-    assert held_out.content_hash == trained.content_hash  # the split is not a part of it
+    assert held_out.content_hash == trained.content_hash  # the hash does not depend on the split
     counts = held_out.counts("held_out")
     assert counts[:4] == trained.counts("train")[:4] and counts.gzip_nats_per_byte > 0
     assert (
@@ -492,7 +492,7 @@ def test_all_documents_can_be_held_out(corpus, tmp_path):
     assert build(one, "single", held_out_fraction=1.0).is_held_out(0, 1).all()
 
 
-def test_a_store_is_counted_again_for_another_split(corpus, made):
+def test_documents_are_recounted_for_another_split(corpus, made):
     old = build(corpus, held_out_fraction=0.0)
     manifest = corpus.parent / "run" / "manifest.json"
     content = json.loads(manifest.read_bytes()) | {"fingerprint": "as it was"}
@@ -502,7 +502,7 @@ def test_a_store_is_counted_again_for_another_split(corpus, made):
     assert all_tokens(build(corpus, held_out_fraction=1.0)) == all_tokens(old)
 
 
-def test_gzip_reads_the_start_of_large_corpora_of_unknown_size(corpus, monkeypatch):
+def test_gzip_baseline_uses_the_start_of_large_corpora(corpus, monkeypatch):
     monkeypatch.setattr(store_module, "MAX_COMPRESSED", 300)
     monkeypatch.setattr(tokenize, "_worker_settings", lambda *_: contextlib.nullcontext())  # tokenize in this process
     real = store_module.make_task
@@ -516,7 +516,7 @@ def test_gzip_reads_the_start_of_large_corpora_of_unknown_size(corpus, monkeypat
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_cache_that_cannot_be_written_is_named(corpus, tmp_path, monkeypatch):
+def test_unwritable_cache_is_named(corpus, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with refused(DataError, tmp_path / "file", "--cache-dir (DataConfig.cache_dir)"):
         build(corpus, cache_dir=tmp_path / "file")
@@ -533,8 +533,8 @@ def test_a_cache_that_cannot_be_written_is_named(corpus, tmp_path, monkeypatch):
         build(corpus)
 
 
-def test_files_of_tokens_with_equal_bytes_and_other_endings(tmp_path):
-    """The header of an .npy file would be tokens in a .bin file."""
+def test_token_files_with_equal_bytes_and_different_extensions(tmp_path):
+    """In a .bin file, the header of an .npy file would be read as tokens."""
 
     class Wide(ByteTokenizer):
         vocab_size = 1 << 16
@@ -546,8 +546,8 @@ def test_files_of_tokens_with_equal_bytes_and_other_endings(tmp_path):
     assert len(store) == 2 and store[0].tolist() == [256, 1, 2, 257] and len(store[1]) > 60
 
 
-def test_a_manifest_with_other_keys_of_shards_is_accepted(corpus):
-    """As after a move of the images that the documents refer to."""
+def test_manifest_with_other_shard_keys_is_accepted(corpus):
+    """Keys change if the images of the documents are moved."""
     first = build(corpus)
     manifest = corpus.parent / "run" / "manifest.json"
     content = json.loads(manifest.read_bytes())
@@ -557,7 +557,7 @@ def test_a_manifest_with_other_keys_of_shards_is_accepted(corpus):
     assert all_tokens(again) == all_tokens(first) and again.order_hash == first.order_hash
 
 
-def test_a_new_held_out_path_is_one_change(corpus, tmp_path):
+def test_new_held_out_path_is_reported_as_one_change(corpus, tmp_path):
     build(corpus)
     (tmp_path / "v.txt").write_text("v")
     with refused(DataError, "--held-out-fraction 0.05", "--held-out") as caught:

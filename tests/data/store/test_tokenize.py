@@ -1,4 +1,4 @@
-"""Tokenization by several processes: complete shards, each made once, also after kills."""
+"""Test tokenization by several processes: complete shards, each written once, also after kills."""
 
 import errno
 import json
@@ -28,7 +28,7 @@ from tests.stores import all_tokens
 FIXTURE = ROOT / "tests" / "fixtures" / "chat_llama"
 COUNT = 16
 
-# Opens a store with the signal handlers of the programs; prints the shards that this process made.
+# Opens a store with the signal handlers of the programs, and prints the shards written by this process.
 CHILD = """
 import json, pathlib, sys
 from eqx_decoders.io.interrupt import Interrupt, Watchdog
@@ -93,7 +93,7 @@ def corpus(tmp_path):
 
 
 def records(folder, count=40):
-    """Files of texts and conversations; the first is large enough for several parts."""
+    """Return a folder with texts and conversations. The first file is large enough for several parts."""
     rows = [{"text": f"naïve 🙂 text {number} " * 9} for number in range(count)]
     rows[3] = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     rows[-2] = {"prompt": "p", "completion": "c"}
@@ -103,7 +103,7 @@ def records(folder, count=40):
 
 
 @pytest.mark.slow
-def test_several_processes_make_the_shards_of_one(tmp_path, monkeypatch):
+def test_several_processes_write_the_same_shards_as_one(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "MIN_PART_BYTES", 2000)
     template = ChatTemplate(source="{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
     options = dict(path=records(tmp_path), held_out_fraction=0.2, template=template)
@@ -120,7 +120,7 @@ def test_several_processes_make_the_shards_of_one(tmp_path, monkeypatch):
 
 @pytest.fixture
 def started(monkeypatch):
-    """The worker processes that are started."""
+    """Return the list of started worker processes."""
     processes, real = [], SpawnProcess.start
 
     def start(self):
@@ -132,7 +132,7 @@ def started(monkeypatch):
     return processes
 
 
-def test_errors_of_processes_are_raised(tmp_path, monkeypatch, started):
+def test_errors_of_workers_are_raised(tmp_path, monkeypatch, started):
     (tmp_path / "a.jsonl").write_text('{"text": 3}')
     options = dict(path=str(tmp_path / "a.jsonl"), cache_dir=tmp_path / "cache")
     with refused(DataError, "a.jsonl:1", "'text'"):
@@ -146,7 +146,7 @@ def test_errors_of_processes_are_raised(tmp_path, monkeypatch, started):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
-def test_a_killed_worker_ends_the_others(corpus, monkeypatch, started):
+def test_killed_worker_stops_the_other_workers(corpus, monkeypatch, started):
     monkeypatch.setattr(tokenize, "cpu_cores", lambda: 2)
     real = tokenize._Workers.wait
 
@@ -162,7 +162,7 @@ def test_a_killed_worker_ends_the_others(corpus, monkeypatch, started):
     assert len(started) == 2 and not any(is_running(process.pid) for process in started)
 
 
-def test_a_tokenizer_that_cannot_be_sent_works_in_this_process(tmp_path, monkeypatch):
+def test_unpicklable_tokenizer_is_used_in_the_main_process(tmp_path, monkeypatch):
     class Own(ByteTokenizer):
         content_hash = "own"
 
@@ -175,7 +175,7 @@ def test_a_tokenizer_that_cannot_be_sent_works_in_this_process(tmp_path, monkeyp
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_process_leaves_what_is_finished_and_nothing_else(corpus, number, monkeypatch):
+def test_killed_process_leaves_only_finished_shards(corpus, number, monkeypatch):
     with child(corpus) as process:
         wait_until(lambda: len(shards(corpus)) >= 2)
         workers = workers_of(process)
@@ -194,7 +194,7 @@ def test_a_killed_process_leaves_what_is_finished_and_nothing_else(corpus, numbe
     assert number == signal.SIGKILL or left == {".tokens"}
     for file in (corpus / "cache" / "tokens").glob("*/*"):
         if file.suffix != ".tokens":
-            os.utime(file, (1, 1))  # as some minutes later
+            os.utime(file, (1, 1))  # make the file appear older
     made, real = [], tokenize.make_shard
     monkeypatch.setattr(tokenize, "make_shard", lambda *rest: (real(*rest), made.append(rest[1])))
     options = dict(tokenizer=load_tokenizer(FIXTURE), path=str(corpus / "corpus"))
@@ -206,7 +206,7 @@ def test_a_killed_process_leaves_what_is_finished_and_nothing_else(corpus, numbe
     assert again.content_hash == other.content_hash and all_tokens(again) == all_tokens(other)
 
 
-def test_a_shard_that_another_process_just_finished_is_not_made_again(tmp_path, monkeypatch):
+def test_shard_finished_by_another_process_is_not_rewritten(tmp_path, monkeypatch):
     write_corpus(tmp_path / "corpus", 3, 20)
     made, real, take = [], tokenize.make_shard, ShardLock.take
     monkeypatch.setattr(tokenize, "make_shard", lambda *rest: (real(*rest), made.append(rest[1].source.name)))
@@ -230,7 +230,7 @@ def test_two_runs_at_the_same_time_share_the_work(corpus):
     assert one["made"] and two["made"] and one["hash"] == two["hash"] and one["tokens"] == two["tokens"]
 
 
-def test_a_file_that_changes_while_it_is_read_makes_no_shard(corpus, monkeypatch):
+def test_file_that_changes_while_it_is_read_writes_no_shard(corpus, monkeypatch):
     real = tokenize.write_shard
 
     def late(*rest, **options):
@@ -249,7 +249,7 @@ def test_a_file_that_changes_while_it_is_read_makes_no_shard(corpus, monkeypatch
 
 
 @pytest.mark.parametrize("made", [False, True])
-def test_a_partial_file_that_another_host_deleted_is_written_again(corpus, monkeypatch, made):
+def test_partial_file_deleted_by_another_host_is_rewritten(corpus, monkeypatch, made):
     real, calls = tokenize.write_shard, []
 
     def stale(partial, *rest, **options):
@@ -267,8 +267,8 @@ def test_a_partial_file_that_another_host_deleted_is_written_again(corpus, monke
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
-def test_an_interruption_ends_the_workers_at_once(corpus, monkeypatch, started):
-    """Also if a second one comes while the pool is being shut down."""
+def test_interrupt_stops_the_workers_immediately(corpus, monkeypatch, started):
+    """This also holds if a second interrupt arrives while the pool is being shut down."""
     monkeypatch.setattr(tokenize, "cpu_cores", lambda: 2)
 
     def interrupted(text):
@@ -308,7 +308,7 @@ open_store(folder + "/run", load_tokenizer(tokenizer), path=folder + "/corpus/00
 
 
 def test_workers_import_neither_jax_nor_the_main_module(corpus):
-    """A script without `if __name__ == "__main__"` would run again in each worker."""
+    """Otherwise, a script without `if __name__ == "__main__"` would run again in each worker."""
     script = corpus / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), str(corpus), str(FIXTURE)]
@@ -317,8 +317,8 @@ def test_workers_import_neither_jax_nor_the_main_module(corpus):
 
 
 @pytest.mark.parametrize("made", [False, True])
-def test_a_partial_file_that_another_host_moved_or_deleted(corpus, monkeypatch, made):
-    """On a file system whose locks do not work between hosts."""
+def test_partial_file_moved_or_deleted_by_another_host(corpus, monkeypatch, made):
+    """Some file systems have no locks between hosts."""
     real, calls = tokenize.write_shard, []
 
     def taken(partial, *rest, **options):
@@ -336,7 +336,7 @@ def test_a_partial_file_that_another_host_moved_or_deleted(corpus, monkeypatch, 
     assert len(store) == 1 and len(calls) == (1 if made else 3) and len(shards(corpus)) == 1
 
 
-def test_workers_are_ended_if_one_cannot_be_started(corpus, monkeypatch, started):
+def test_workers_are_stopped_if_a_worker_cannot_start(corpus, monkeypatch, started):
     start = SpawnProcess.start
 
     def second(self):

@@ -1,4 +1,4 @@
-"""The fused loss is the plain one, in value and in all gradients, whatever the tile, the form and the cotangent."""
+"""Test that value and gradients of the fused loss equal the plain loss, for any tile, form and cotangent."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def make(tied, dtype="float32", kernel_dtype="float32", batch=BATCH, length=LENG
     targets = draws.integers(0, VOCAB, (batch, length))
     bias = jnp.asarray(np.random.default_rng(1).standard_normal(VOCAB), kernel_dtype) if biased else None
     best = np.argmax(exact_logits(hidden, HeadWeights(kernel, bias), tied), axis=-1)
-    targets[:, :2] = best[:, :2]  # some tokens are hit
+    targets[:, :2] = best[:, :2]  # some targets have the highest logit
     weights = np.where(draws.random((batch, length)) < 0.3, 0.0, 1.5)
     return hidden, HeadWeights(kernel, bias), jnp.asarray(targets, jnp.int32), jnp.asarray(weights, jnp.float32)
 
@@ -63,7 +63,7 @@ def both(loss, *arguments):
 
 def expected_of(arguments, **options):
     value, (hidden, head, weights) = both(lambda *a: plain(*a, **options), *arguments)
-    return value, (hidden, head, jnp.where(arguments[3] == 0, 0.0, weights))  # a zero weight gets no gradient
+    return value, (hidden, head, jnp.where(arguments[3] == 0, 0.0, weights))  # tokens of weight zero have no gradient
 
 
 ALL = {"soft_cap": 3.0, "z_loss": 0.05}
@@ -79,7 +79,7 @@ ALL = {"soft_cap": 3.0, "z_loss": 0.05}
         (True, True, {}),
     ],
 )
-def test_fused_is_plain(tied, biased, options):
+def test_fused_loss_equals_plain_loss(tied, biased, options):
     arguments = make(tied, biased=biased)
     forms = [(flatten, tile) for flatten in (False, True) for tile in (None, 3)] + [(True, 1)]
 
@@ -106,7 +106,7 @@ def test_fused_is_plain(tied, biased, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tied", "kernel_dtype"), [(False, "float32"), (True, "bfloat16")])
-def test_in_bf16(tied, kernel_dtype):
+def test_fused_loss_in_bfloat16(tied, kernel_dtype):
     arguments = make(tied, "bfloat16", kernel_dtype, biased=tied)
     rounded = HeadWeights(arguments[1].kernel.astype(jnp.bfloat16), arguments[1].bias)
     exact = (*jax.tree.map(lambda x: x.astype(jnp.float32), (arguments[0], rounded)), *arguments[2:])
@@ -133,8 +133,8 @@ def test_in_bf16(tied, kernel_dtype):
 
 
 @pytest.mark.slow
-def test_all_gradients_take_the_cotangent():
-    """Gradient accumulation with a scaled, averaged loss: a rule that scales only one gradient fails."""
+def test_cotangent_scales_all_gradients():
+    """Gradient accumulation scales the loss. The custom VJP must scale the gradients of all inputs."""
     hidden, head, targets, weights = make(False, batch=4, biased=True)
     weights = weights.at[0].multiply(0.5)
 
@@ -156,7 +156,7 @@ def test_all_gradients_take_the_cotangent():
         )
     )()
     assert_close(fused, expected, units=128)
-    assert jnp.abs(fused[1][0]).max() > 10  # the scale has arrived
+    assert jnp.abs(fused[1][0]).max() > 10  # the gradient is scaled
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ def test_reported_sums_carry_no_gradient():
 
 @pytest.mark.slow(fast=("float32",))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_batches_without_targets(dtype):
+def test_loss_of_batches_without_targets(dtype):
     hidden, head, targets, _ = make(False, dtype, biased=True)
     nothing = jnp.zeros((BATCH, LENGTH))
     targets = targets.at[0].set(-100)
@@ -182,7 +182,7 @@ def test_batches_without_targets(dtype):
 
 
 @pytest.mark.slow
-def test_targets_outside():
+def test_targets_outside_the_vocabulary():
     hidden, head, targets, _ = make(False)
     ones = jnp.ones((BATCH, LENGTH))
     masked = ones.at[0, 2].set(0.0)
@@ -226,8 +226,7 @@ def test_empty_and_single_token_batches(shape):
 
 
 def after(x, *results):
-    """Let a program compute what follows from `x` after `results`: loops with collectives on XLA:CPU, side by side,
-    wait for each other for ever."""
+    """Make everything computed from `x` wait for `results`: concurrent loops with collectives deadlock on XLA:CPU."""
     return x + 0 * sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(results))
 
 
@@ -238,19 +237,21 @@ MESHES = [
     dict(fsdp_transpose=2, stage=2, context=2),
     dict(data=8),
 ]
-PARTS = 128 * EMBED * 12  # two kernels and a gradient of 128 ids: a few parts, of which the last one overlaps
+PARTS = 128 * EMBED * 12  # kernels and gradient of 128 token ids: a few parts; the last one overlaps its predecessor
 
 
-# of the most usual mesh both, and one of another that splits sequences
+# both cases of the most common mesh, and one case of a mesh that shards sequences
 FEW = [(MESHES[0], False), (MESHES[0], True), (MESHES[1], False)]
 REST = [(mesh, tied) for mesh in MESHES for tied in (False, True) if (mesh, tied) not in FEW]
 
 
 @pytest.mark.slow(fast=("fsdp=4 tensor=2-False",))
 @pytest.mark.parametrize(("mesh", "tied"), [*FEW, *REST])
-def test_on_a_mesh(mesh, tied, monkeypatch):
-    """Kernel, bias and gradients at once and in parts, gradients summed by XLA or (tied) in rings: losses, gradients
-    and predictions of one device."""
+def test_fused_loss_on_a_mesh(mesh, tied, monkeypatch):
+    """Losses, gradients and predictions equal those of one device.
+
+    Cases: the vocabulary at once or in parts, and gradients summed by XLA or (if tied) in rings.
+    """
     draws = np.random.default_rng(0)
     vocab, layout = 600, Layout.create(**mesh)
     backend = dataclasses.replace(layout.backend, gradient_rings=tied)
@@ -281,8 +282,8 @@ def test_on_a_mesh(mesh, tied, monkeypatch):
 
 
 @pytest.mark.parametrize("rings", [False, True])
-def test_any_positive_bound_is_accepted(rings, monkeypatch):
-    """With gradient rings, a gradient of more than half of the bound is large. Half of 1 byte must not become 0."""
+def test_any_positive_memory_bound_is_accepted(rings, monkeypatch):
+    """Gradient rings compare gradients with half of the bound; half of 1 byte must not be rounded down to 0."""
     layout = Layout.create(fsdp=8)
     backend = dataclasses.replace(layout.backend, gradient_rings=rings)
     monkeypatch.setattr(Layout, "backend", property(lambda self: backend))
@@ -301,7 +302,7 @@ def test_any_positive_bound_is_accepted(rings, monkeypatch):
 
 
 @pytest.mark.parametrize(("rings", "bound", "ordered"), [(True, 15, True), (True, 16, False), (False, 15, False)])
-def test_a_large_gradient_is_summed_before_the_backward_pass(rings, bound, ordered, monkeypatch):
+def test_large_head_gradient_is_summed_before_the_backward_pass(rings, bound, ordered, monkeypatch):
     layout = Layout.create(fsdp=8)
     backend = dataclasses.replace(layout.backend, gradient_rings=rings)
     monkeypatch.setattr(Layout, "backend", property(lambda self: backend))
@@ -317,8 +318,8 @@ def test_a_large_gradient_is_summed_before_the_backward_pass(rings, bound, order
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_sums_between_devices_in_16_bits(dtype):
-    """Rounded in bfloat16 (0.3 % in the mean); of sums over tokens that float16 has no numbers for, in float32."""
+def test_sums_between_devices_are_rounded_to_16_bits(dtype):
+    """The rounding error of bfloat16 is 0.3 % on average. Sums that overflow float16 are computed in float32."""
     draws = np.random.default_rng(0)
     hidden = jnp.asarray(draws.random((8, 4, EMBED)), dtype)
     kernel, targets = jnp.zeros((EMBED, 64)), jnp.full((8, 4), 7)
@@ -337,13 +338,13 @@ def test_sums_between_devices_in_16_bits(dtype):
 
 
 def bodies(equation):
-    """The programs within an operation."""
+    """Yield the jaxprs nested in an equation."""
     found = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
     return [inner for inner in (getattr(each, "jaxpr", each) for each in found) if hasattr(inner, "eqns")]
 
 
 def collectives(jaxpr, within=()):
-    """(primitive, loops around it) of all collectives over named axes."""
+    """Yield (primitive, enclosing loops) of all collectives over named axes."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name in ("all_gather", "reduce_scatter") or (name.startswith("psum") and equation.invars[0].aval.ndim > 1):
@@ -355,10 +356,13 @@ def collectives(jaxpr, within=()):
 
 @pytest.mark.parametrize("over_data", [False, True])
 @pytest.mark.parametrize("head_bytes, parts", [(None, 1), (PARTS, 5)])
-def test_the_head_is_gathered_once(head_bytes, parts, over_data):
-    """Gathered before the tiles, and its gradient shared after them; each of its parts beside the products of the one
-    before it, but for the last one of the first pass, with which the second begins. Between copies of the head its
-    gradient is added up once, or each gets its part of it."""
+def test_head_is_gathered_once(head_bytes, parts, over_data):
+    """The head is gathered before the tiles, and its gradient is reduced after the tiles.
+
+    With parts, the gather of a part overlaps with the products of the previous part; the second pass starts with the
+    last part of the first pass. The gradient is reduced once over replicas of the head (all-reduce or
+    reduce-scatter).
+    """
     layout, vocab = dataclasses.replace(Layout.create(data=2, fsdp=4), gradients_over_data=over_data), 600
     hidden, kernel = jnp.zeros((8, 32, EMBED)), jnp.zeros((EMBED, vocab))
     targets, weights = jnp.zeros((8, 32), jnp.int32), jnp.ones((8, 32))
@@ -382,7 +386,7 @@ def test_the_head_is_gathered_once(head_bytes, parts, over_data):
 
 
 def loops_that_gather(jaxpr):
-    """The bodies of loops in which weights are gathered."""
+    """Yield the bodies of loops that contain an all-gather of weights."""
     for equation in jaxpr.eqns:
         for inner in bodies(equation):
             if equation.primitive.name == "scan" and any(each.primitive.name == "all_gather" for each in inner.eqns):
@@ -394,8 +398,8 @@ def loops_that_gather(jaxpr):
     "most, want",
     [(None, (1, 600)), (600 * 96, (1, 600)), (600 * 96 - 1, (2, 384)), (300 * 128 - 1, (3, 256)), (1, (5, 128))],
 )
-def test_a_part_has_two_kernels_and_a_gradient(most, want):
-    """Of 16 features, or of one kernel where there are no parts; in bfloat16, and gradients in float32."""
+def test_size_of_vocabulary_parts(most, want):
+    """Two kernels in bfloat16 and one gradient in float32 fit into the bound, for 16 features."""
     split = HeadSplit.create(Layout.create(fsdp=8), False, (8, LENGTH, 16), (16, 600))
     assert split.parts(jnp.zeros((2, 600)), jnp.bfloat16, most) == want
 
@@ -416,12 +420,12 @@ def test_default_tile():
     assert tile_length(2, 512, 32000, 4096, cpu) == 512
     assert tile_length(512, 3, 10**6, None, cpu) == 3
     assert tile_length(1, 8192, 128_000, None, cpu) == 131 and tile_length(1, 8192, 128_000, None, tpu) == 512
-    assert tile_length(64, 8192, 128_000, None, cpu) == 64  # no sliver, however large the batch
+    assert tile_length(64, 8192, 128_000, None, cpu) == 64  # at least 64 tokens, however large the batch is
 
 
 @pytest.mark.slow
-def test_argmax_is_that_of_all_logits(monkeypatch):
-    """In tiles that don't divide the length, in each form; of equals the lowest id."""
+def test_argmax_equals_argmax_of_all_logits(monkeypatch):
+    """Tiles need not divide the length. Ties are resolved to the lowest id."""
     backend = dataclasses.replace(backend_of("cpu"), loss_tile_bytes=4 * BATCH * VOCAB * 3)
     monkeypatch.setattr(Layout, "backend", backend)
     monkeypatch.setattr("eqx_decoders.training.head.head_tiles._TILE_LEAST", 1)
@@ -461,9 +465,9 @@ def with_ties(tied, vocab=24):
     ],
 )
 def test_ties_are_resolved_to_the_lowest_id(mesh, tied, tiles):
-    """In the loss without and with gradients, in log-probs and in argmax; over tiles, parts and devices."""
+    """This holds for the loss with and without gradients, log-probs and argmax, over tiles, parts and devices."""
     layout = Layout.create(**mesh) if mesh else Layout()
-    vocab = 24 if tiles.head_bytes is None else 512  # parts are of 128 ids
+    vocab = 24 if tiles.head_bytes is None else 512  # a part has 128 ids
     hidden, head, targets, best = with_ties(tied, vocab)
     weights, options = jnp.ones(targets.shape), dict(tied=tied, tiles=tiles, layout=layout)
     right = np.asarray(targets) == best
@@ -488,7 +492,7 @@ def test_ties_are_resolved_to_the_lowest_id(mesh, tied, tiles):
 
 
 @pytest.mark.slow
-def test_cross_entropy_is_its_formula(getkey):
+def test_cross_entropy_equals_its_formula(getkey):
     logits = 3 * jax.random.normal(getkey(), (BATCH, LENGTH, VOCAB), jnp.bfloat16)
     targets = jax.random.randint(getkey(), (BATCH, LENGTH), 0, VOCAB)
     exact = np.asarray(logits, np.float64)

@@ -1,4 +1,4 @@
-"""Log-probs, entropies and divergences from the fused head are those of all logits, in value and gradient."""
+"""Test that log-probs, entropies and divergences of the fused head equal those computed from all logits."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ def plain(hidden, head, targets, **options):
 
 
 def value_and_gradients(function, weights):
-    """All outputs, and the gradients of their sum by weights that are different for each."""
+    """Return all outputs, and the gradients of a weighted sum of the outputs."""
 
     def loss(hidden, head):
         found = function(hidden, head)
@@ -58,10 +58,10 @@ ALL = {"soft_cap": 3.0, "temperature": 0.7}
         (False, False, True, {}),
     ],
 )
-def test_fused_is_plain(tied, biased, several, options):
+def test_fused_log_probs_equal_plain_log_probs(tied, biased, several, options):
     hidden, head, targets, _ = make(tied, biased=biased)
     draws = np.random.default_rng(2)
-    if several:  # also one that stands twice: its log-probs have two cotangents
+    if several:  # a repeated target has two cotangents
         more = jnp.asarray(draws.integers(0, VOCAB, (*targets.shape, 3)), jnp.int32)
         targets = jnp.concatenate([targets[..., None], more, targets[..., None]], axis=-1)
     shapes = targets.shape, targets.shape[:2], targets.shape[:2]
@@ -85,8 +85,8 @@ def test_fused_is_plain(tied, biased, several, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "tied"), [*FEW, *REST])
-def test_on_a_mesh(mesh, tied):
-    """Log-probs of one and of several targets, and divergences, at once and in parts of the vocabulary."""
+def test_fused_log_probs_on_a_mesh(mesh, tied):
+    """Cases: log-probs of one or several targets, and divergences, with the vocabulary at once or in parts."""
     draws = np.random.default_rng(0)
     vocab, layout = 600, Layout.create(**mesh)
 
@@ -140,7 +140,7 @@ def written_out(log_p, log_q, divergence):
 
 @pytest.mark.slow
 def test_divergences_of_two_heads():
-    """Of heads of different kinds and widths, softened; the teacher's capped, the student's not."""
+    """The heads differ in kind and width, and only the teacher has a logit soft cap. The temperature is not 1."""
     (hidden, head, _, weights), draws = make(True, biased=True), np.random.default_rng(3)
     teacher_hidden = jnp.asarray(draws.standard_normal((*hidden.shape[:2], 5)), jnp.float32)
     teacher_head = HeadWeights(jnp.asarray(draws.standard_normal((5, VOCAB)), jnp.float32))
@@ -171,7 +171,7 @@ def test_divergences_of_two_heads():
     assert not np.any(to_teacher)
 
 
-# Student, teacher; mean over two positions: value, gradient by the student's logits.
+# Logits of student and teacher; value and gradient with respect to the student logits, averaged over two positions.
 STUDENT, TEACHER = [[0.2, -0.1, 0.4], [1.0, 0.0, -1.0]], [[0.0, 0.3, -0.2], [0.5, 0.5, -0.5]]
 GOLDEN = [
     ("forward", 1, 1, 0.104098, [[0.010993, -0.087962, 0.076969], [0.121461, -0.088795, -0.032666]]),
@@ -193,8 +193,8 @@ GOLDEN = [
 ]
 
 
-def test_golden_numbers():
-    """Ones of a head that is the identity: hidden states are logits."""
+def test_divergences_equal_golden_values():
+    """The head is the identity, so that hidden states are logits."""
     student, teacher = jnp.asarray([STUDENT], jnp.float32), jnp.asarray([TEACHER], jnp.float32)
     head = HeadWeights(jnp.eye(3))
 
@@ -218,8 +218,11 @@ def test_golden_numbers():
 
 
 @pytest.mark.slow
-def test_top_ids_with_a_tail():
-    """Two of three ids and a tail are the whole; three of many a lower bound; certain teachers give no NaN."""
+def test_divergence_of_top_tokens_and_remaining_mass():
+    """Two of three ids give the exact divergence, and three of many ids a lower bound.
+
+    Teacher probabilities of exactly 1 give no NaN.
+    """
     student, teacher = (jax.nn.log_softmax(jnp.asarray(x, jnp.float32)) for x in (STUDENT, TEACHER))
     ids = jnp.argsort(-teacher, axis=-1)[:, :2]
 

@@ -1,4 +1,4 @@
-"""Advantages and weights of tokens against numbers computed by hand in float64; results are float32, equal to 1e-6."""
+"""Compare advantages and token weights with numbers computed by hand in float64. The tolerance is 1e-6."""
 
 import numpy as np
 import pytest
@@ -19,8 +19,8 @@ REWARDS = np.array([1, 0, 0.5, 0, 1, 1, 1, 1])
 GROUPS = np.array(["a"] * 4 + ["b"] * 4)
 
 
-def same(got, want) -> None:
-    """Equal to 1e-6: the tables have six digits, and float32 of numbers up to 2 is off by 1e-7."""
+def assert_same(got, want) -> None:
+    """Compare with a tolerance of 1e-6: the tables have six digits, and float32 has an error of 1e-7 up to 2."""
     assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
@@ -36,41 +36,41 @@ ESTIMATORS = {
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_estimators(name):
+def test_group_advantage_estimators(name):
     options, want = ESTIMATORS[name]
     got = group_advantages(REWARDS, GROUPS, **options)
-    same(got, [*want, 0, 0, 0, 0])
+    assert_same(got, [*want, 0, 0, 0, 0])
     assert_array_equal(got[4:], 0)
     order = np.array([4, 0, 5, 1, 6, 2, 7, 3])  # groups need not be contiguous
     assert_array_equal(group_advantages(REWARDS[order], GROUPS[order], **options), got[order])
 
 
-def test_reinforce_plus_plus():
-    """One token per completion; the baseline centers rewards by group first. Long completions count more."""
+def test_reinforce_plus_plus_advantages():
+    """With the baseline, rewards are centered per group before whitening. Long completions have more weight."""
     ones = np.ones((8, 1))
     plain = group_advantages(REWARDS, GROUPS, baseline="none")
     assert_array_equal(plain, REWARDS)
-    same(whiten(plain[:, None], ones)[:, 0], [0.682221, -1.500886, -0.409333, -1.500886, *[0.682221] * 4])
+    assert_same(whiten(plain[:, None], ones)[:, 0], [0.682221, -1.500886, -0.409333, -1.500886, *[0.682221] * 4])
     centered = whiten(group_advantages(REWARDS, GROUPS)[:, None], ones)[:, 0]
-    same(centered, [1.994310, -1.196586, 0.398862, -1.196586, *[0] * 4])
+    assert_same(centered, [1.994310, -1.196586, 0.398862, -1.196586, *[0] * 4])
     mask = np.array([[1, 1, 1], [1, 0, 0]])
     values = np.array([[1.0, 1, 1], [-1, np.nan, np.inf]])
-    same(whiten(values, mask), [[0.5, 0.5, 0.5], [-1.5, 0, 0]])  # mean 1/2 and std 1 of tokens
+    assert_same(whiten(values, mask), [[0.5, 0.5, 0.5], [-1.5, 0, 0]])  # over tokens, the mean is 1/2 and the std is 1
     assert_array_equal(whiten(np.full((1, 7), 0.1), np.ones((1, 7))), np.zeros((1, 7)))
 
 
-def test_rewards_that_could_not_be_computed_leave_their_group():
+def test_missing_rewards_are_excluded_from_their_group():
     rewards = np.array([np.nan, 1, 0, np.nan, 1, np.nan])
     got = group_advantages(rewards, np.array([0, 0, 0, 1, 1, 2]), baseline="leave_one_out")
     assert_array_equal(np.isnan(got), np.isnan(rewards))
-    same(got[[1, 2, 4]], [1, -1, 0])
+    assert_same(got[[1, 2, 4]], [1, -1, 0])
     assert np.isnan(group_advantages(np.full(2, np.nan), np.zeros(2))).all()
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 @pytest.mark.parametrize("scale", ["none", "group", "batch", "mean"])
-def test_equal_rewards_are_known_exactly(baseline, scale):
-    """In float32 the std of seven rewards of .1 is 8e-9, not 0: divided by it, rounding would become advantages."""
+def test_equal_rewards_have_zero_advantage(baseline, scale):
+    """In float32 the std of seven rewards of 0.1 is 8e-9 instead of 0. Dividing by it would amplify rounding errors."""
     rewards = np.full(7, 0.1, np.float32)
     assert 0 < rewards.std(ddof=1) < 1e-7
     got = group_advantages(rewards, np.zeros(7), baseline=baseline, scale=scale, eps=1e-8)
@@ -79,14 +79,14 @@ def test_equal_rewards_are_known_exactly(baseline, scale):
     assert_array_equal(got, 0)
 
 
-def test_nearly_equal_rewards():
+def test_nearly_equal_rewards_are_scaled_with_eps():
     rewards = np.array([0.7, 0.7, 0.7 + 1e-8, 0.7])
     for eps, want in ((1e-4, 7.5e-5), (1e-8, 0.5)):
         got = group_advantages(rewards, np.zeros(4), scale="group", eps=eps)
         assert_allclose(got[2], want, rtol=1e-4)
 
 
-def test_scales_without_meaning_are_refused():
+def test_invalid_scales_are_refused():
     with refused(ConfigError, "scale='group'"):
         group_advantages(REWARDS, GROUPS, baseline="none", scale="group")
     with refused(ConfigError, "-1.0", "scale='mean'"):
@@ -98,29 +98,29 @@ MASK = np.array([[1, 1, 1, 1], [1, 1, 0, 1], [1, 1, 0, 1]])
 
 
 def test_generalized_advantages():
-    """The second row has a tool's token, of any value; the third was truncated: after it comes a value of .2."""
+    """Row 2 contains a tool token, which is skipped. Row 3 is truncated and is bootstrapped with a value of 0.2."""
     values = np.where(MASK, VALUES, np.nan)
     advantages, returns = generalized_advantages(TOKEN_REWARDS, values, MASK, bootstrap=np.array([0, 0, 0.2]))
-    same(advantages[0], [0.433662, 0.561750, 0.065, 0.7])
-    same(returns[0], [0.933662, 0.961750, 0.965, 1])
-    same(advantages[1], [0.436750, 0.565, 0, 0.7])
-    same(returns[1], [0.936750, 0.965, 0, 1])
-    same(returns[2], returns[1] + 0.2 * np.array([0.95**2, 0.95, 0, 1]))
+    assert_same(advantages[0], [0.433662, 0.561750, 0.065, 0.7])
+    assert_same(returns[0], [0.933662, 0.961750, 0.965, 1])
+    assert_same(advantages[1], [0.436750, 0.565, 0, 0.7])
+    assert_same(returns[1], [0.936750, 0.965, 0, 1])
+    assert_same(returns[2], returns[1] + 0.2 * np.array([0.95**2, 0.95, 0, 1]))
     assert_array_equal(generalized_advantages(TOKEN_REWARDS, values, MASK)[1][2], returns[1])
-    same(whiten(advantages[1:2], MASK[1:2]), [[-0.991344, -0.017092, 0, 1.008436]])
+    assert_same(whiten(advantages[1:2], MASK[1:2]), [[-0.991344, -0.017092, 0, 1.008436]])
     padded = generalized_advantages(np.array([[0.0, 0, 1, 0]]), VALUES[:1], np.array([[0, 1, 1, 0]]), gamma=0.9)[0]
-    same(padded, [[0, 0.9 * 0.9 - 0.4 + 0.9 * 0.95 * 0.1, 0.1, 0]])
+    assert_same(padded, [[0, 0.9 * 0.9 - 0.4 + 0.9 * 0.95 * 0.1, 0.1, 0]])
     with refused(ConfigError, "rewards", "mask"):
         generalized_advantages(TOKEN_REWARDS, VALUES, 1 - TOKEN_REWARDS)
 
 
 def test_overlong_penalty():
-    same(overlong_penalty(np.array([5, 6, 7, 9, 10, 11]), 10, 4), [0, 0, -0.25, -0.75, -1, -1])
+    assert_same(overlong_penalty(np.array([5, 6, 7, 9, 10, 11]), 10, 4), [0, 0, -0.25, -0.75, -1, -1])
     with refused(ConfigError, "buffer=11"):
         overlong_penalty(np.array([5]), 10, 11)
 
 
-LENGTHS = np.array([3, 1, 0, 2])  # the third completion has no tokens, and its prompt none at all
+LENGTHS = np.array([3, 1, 0, 2])  # the third completion is empty, and it is the only completion of its prompt
 PROMPTS = np.array(["a", "b", "c", "a"])
 WEIGHTS = {
     "token": ({}, [1 / 6, 1 / 6, 0, 1 / 6]),
@@ -132,7 +132,7 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("aggregation", WEIGHTS)
-def test_weights_of_lengths_and_of_masks(aggregation):
+def test_token_weights_of_lengths_equal_those_of_masks(aggregation):
     options, want = WEIGHTS[aggregation]
     of_lengths = token_weights(LENGTHS, aggregation, **options)
     assert_allclose(of_lengths, want, rtol=1e-6)
@@ -143,7 +143,7 @@ def test_weights_of_lengths_and_of_masks(aggregation):
 
 
 @pytest.mark.parametrize("aggregation", WEIGHTS)
-def test_nothing_to_weigh(aggregation):
+def test_token_weights_of_empty_completions_are_zero(aggregation):
     options, _ = WEIGHTS[aggregation]
     assert_array_equal(token_weights(np.zeros(4), aggregation, **options), np.zeros(4))
 

@@ -1,4 +1,4 @@
-"""Distillation losses equal their formulas over all logits, with a teacher or its top tokens, on any mesh."""
+"""Test distillation losses against their formulas, with teacher logits or top tokens, on any mesh."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ from tests.models import VOCAB, filled, rich_decoder
 
 
 CONFIG = dataclasses.replace(rich_decoder(1), logit_soft_cap=4.0)
-WIDER = dataclasses.replace(rich_decoder(1), vocab_size=VOCAB + 8)  # a head with rows that no token uses
+WIDER = dataclasses.replace(rich_decoder(1), vocab_size=VOCAB + 8)  # the head has more rows than there are token ids
 PLAIN = OptimizerConfig(learning_rate=0.1, schedule="constant", warmup_steps=0, eps=1.0)
 T, ALPHA = 2.0, 0.7
 JSD = Divergence("jsd", beta=0.3)
@@ -77,7 +77,7 @@ def after_a_step(objective, model, batch, **step):
 
 
 @pytest.mark.slow
-def test_a_step_equals_the_formula(models):
+def test_distillation_step_equals_the_formula(models):
     """The teacher's head has more rows, and its weights do not change."""
     student, teacher = models
     batch, objective = batch_of(), DistillObjective(teacher, JSD, temperature=T, alpha=ALPHA)
@@ -94,8 +94,8 @@ def test_a_step_equals_the_formula(models):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("distance", ["cosine", "mse"])
-def test_hidden_states_come_nearer_layer_by_layer(deeper, distance):
-    """What a step adds to the loss is the formula on the streams behind the named layers of both."""
+def test_hidden_state_loss_equals_the_formula(deeper, distance):
+    """The added loss equals the formula on the residual streams after the paired layers."""
     student, teacher = deeper
     batch, hidden = batch_of(), HiddenStates(weight=0.5, distance=distance, layers=("0:1", "1:2", "1:0"))
     plain, found = (
@@ -118,7 +118,7 @@ def test_hidden_states_come_nearer_layer_by_layer(deeper, distance):
 
 
 @pytest.mark.slow
-def test_a_teacher_with_the_student_s_weights_has_distance_zero(models):
+def test_hidden_distance_to_an_equal_teacher_is_zero(models):
     for distance in ("cosine", "mse"):
         hidden = HiddenStates(weight=1.0, distance=distance)
         _, metrics = after_a_step(DistillObjective(models[0], temperature=T, hidden=hidden), models[0], batch_of())
@@ -126,8 +126,8 @@ def test_a_teacher_with_the_student_s_weights_has_distance_zero(models):
 
 
 @pytest.mark.parametrize("distance", ["cosine", "mse"])
-def test_gradient_of_a_projection_equals_its_formula(distance):
-    """The mean over pairs of the distance from x W to t, in float64."""
+def test_projection_gradient_equals_the_formula(distance):
+    """The formula is the mean over layer pairs of the distance between x W and t, in float64."""
     rng, hidden = np.random.default_rng(0), HiddenStates(weight=1.0, distance=distance, projection=True)
     x, t, w = rng.normal(size=(2, 1, 3, 4)), rng.normal(size=(2, 1, 3, 6)), rng.normal(size=(2, 4, 6))
 
@@ -148,12 +148,12 @@ def test_gradient_of_a_projection_equals_its_formula(distance):
 
 @pytest.fixture(scope="module")
 def widths():
-    """A student, and a teacher of twice its width."""
+    """Return a student and a teacher of twice its width."""
     return filled(rich_decoder(1)), filled(dataclasses.replace(rich_decoder(1), embed_dim=32), 1)
 
 
 def projected_steps(models, batch, steps=1, **step):
-    """The state after steps with a projection, the projection before them, and each step's metrics."""
+    """Return the state after the steps, the initial projection, and the metrics of each step."""
     hidden = HiddenStates(weight=5.0, distance="mse", layers=("0:0",), projection=True)
     optimizer = dataclasses.replace(PLAIN, ema_decay=0.5, lr_multipliers=(("loss_weights.*", 2.0),))
     objective = DistillObjective(models[1], alpha=0.5, hidden=hidden)
@@ -168,7 +168,7 @@ def projected_steps(models, batch, steps=1, **step):
 
 
 @pytest.mark.slow
-def test_projection_is_trained_with_moments_and_averages(widths):
+def test_projection_has_optimizer_moments_and_weight_averages(widths):
     student, teacher = widths
     batch = batch_of()
     state, before, found = projected_steps(widths, batch, steps=3)
@@ -201,7 +201,7 @@ def test_projection_is_trained_with_moments_and_averages(widths):
     ],
     ids=["fsdp-tensor", "data-context", "explicit", "microbatches"],
 )
-def test_a_projection_on_a_mesh_and_in_microbatches(widths, axes, step):
+def test_projection_with_a_mesh_or_microbatches(widths, axes, step):
     want = projected_steps(widths, batch_of(), 2)
     layout = ed.Layout.create(**axes, devices=jax.devices()[:4]) if axes else ed.Layout()
     found = projected_steps([model.place(layout) for model in widths], batch_of(), 2, **step)
@@ -209,8 +209,8 @@ def test_a_projection_on_a_mesh_and_in_microbatches(widths, axes, step):
     assert_allclose(found[0].loss_weights.kernel, want[0].loss_weights.kernel, rtol=1e-3, atol=1e-5)
 
 
-def test_pairs_of_layers():
-    """All of the student's layers, spread over the teacher's, unless `layers` names pairs."""
+def test_default_and_explicit_layer_pairs():
+    """By default, all student layers are paired with evenly spaced teacher layers. `layers` overrides the pairs."""
     few, many = (ed.abstract(rich_decoder(count)) for count in (1, 3))
     counts = [len(each.config.blocks) for each in (few, many)]
     hidden = HiddenStates(weight=1.0)
@@ -231,7 +231,7 @@ def test_pairs_of_layers():
     ids=["plain", "loop", "remat", "batch_split"],
 )
 def test_residual_streams_after_each_layer(deeper, options):
-    """The last one is the head's input before its norm."""
+    """The last stream is the input of the final norm."""
     model, batch = deeper[1], batch_of()
     read = model.replace(layer_streams=True, **options)
     hidden, _, stats = read.run(batch.tokens, batch.positions, batch.segment_ids)
@@ -243,7 +243,7 @@ def test_residual_streams_after_each_layer(deeper, options):
 
 
 @pytest.mark.slow
-def test_microbatches_change_nothing(models):
+def test_microbatches_equal_one_batch(models):
     student, teacher = models
     objective = DistillObjective(teacher, JSD, temperature=T, alpha=ALPHA, hidden=HiddenStates(weight=0.5))
     want = after_a_step(objective, student, batch_of())
@@ -257,7 +257,7 @@ def test_microbatches_change_nothing(models):
     [{"fsdp": 2, "tensor": 2}, {"data": 2, "context": 2, "order": "zigzag"}],
     ids=["fsdp-tensor", "zigzag"],
 )
-def test_on_a_mesh(models, axes):
+def test_sharded_step_equals_single_device(models, axes):
     student, teacher = models
     hidden = HiddenStates(weight=0.5)
     want = after_a_step(DistillObjective(teacher, temperature=T, hidden=hidden), student, batch_of())[1]
@@ -270,8 +270,8 @@ def test_on_a_mesh(models, axes):
 
 
 @pytest.mark.slow
-def test_top_tokens_bound_the_loss_of_the_teacher(models):
-    """The other tokens count as one class: with all tokens but one, the loss is exact."""
+def test_top_token_loss_is_a_lower_bound_of_the_full_loss(models):
+    """All other tokens form a single class, so the loss is exact if only one token is left out."""
     _, teacher = models
     student, batch = filled(WIDER, 2), batch_of()
 
@@ -315,7 +315,7 @@ def test_bad_objectives_are_refused(make, names):
         make()
 
 
-def test_bad_numbers_of_top_tokens_are_refused(models):
+def test_invalid_numbers_of_top_tokens_are_refused(models):
     student, _ = models
     batch = batch_of()
     with refused(ConfigError, f"top={VOCAB}", VOCAB - 1):
@@ -324,7 +324,7 @@ def test_bad_numbers_of_top_tokens_are_refused(models):
         jax.eval_shape(lambda s: DistillObjective()(s, batch, key=None, full_batch=batch), student)
 
 
-def test_both_loss_terms_have_the_dropout_of_the_key():
+def test_both_loss_terms_use_the_same_dropout():
     student = filled(dataclasses.replace(rich_decoder(1), dropout=0.5))
     teacher, batch, key = filled(rich_decoder(1), 1), batch_of(), jax.random.key(2)
     divergence = Divergence("forward")

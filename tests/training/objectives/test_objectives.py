@@ -1,4 +1,4 @@
-"""Objectives of a step: the numbers of their formulas, the same for any microbatches, packing, mesh and order."""
+"""Test that objectives equal their formulas, for any microbatches, packing, mesh and token order."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ TEMPERATURE = 0.7
 
 @functools.cache
 def sampled():
-    """Documents of ids: of each pair the prompt with both completions; and numbers of each token for all signals."""
+    """Return documents (prompt and completion, two per pair), prompt lengths, and per-token values of all signals."""
     rng = np.random.default_rng(0)
     documents = []
     for prompt, *completions in LENGTHS:
@@ -49,7 +49,7 @@ NUMBERS = ("old", "sampler", "reference", "advantages", "nll", "divergence")
 
 
 def batch_of(rows, length, poison=np.nan):
-    """Pack documents, `rows` of their numbers, and give each token of a completion its signals; others are `poison`."""
+    """Pack documents into a batch. `rows`: document indices of each row. Signals of other tokens are `poison`."""
     documents, prompts, numbers = sampled()
     tokens, segments = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), length), np.int32)
     positions = np.zeros((len(rows), length), np.int32)
@@ -85,7 +85,7 @@ KTO_LABELS = (1, -1, -1, 1, 1, 1, 0, -1)
 
 
 def with_labels(batch, rows):
-    """KTO's signals: labels, weights of completions, and z."""
+    """Return the batch with the labels and the baseline of KTO as signals."""
     labels, completions = np.zeros(batch.tokens.shape, np.float32), batch.signals.completion_ids
     for row, members in enumerate(rows):
         for number, index in enumerate(members, 1):
@@ -103,7 +103,7 @@ GSPO = PolicyObjective(policy=PolicyLoss(kind="gspo"))
 
 
 def expected(objective, model):
-    """The loss by its formula, of the plain log-probs of each document alone."""
+    """Compute the loss by its formula, from log-probs of each document without packing."""
     documents, prompts, numbers = sampled()
     longest = max(map(len, documents))
     logits = model(jnp.asarray([np.pad(ids, (0, longest - len(ids))) for ids in documents], jnp.int32)).logits
@@ -155,9 +155,9 @@ def after_a_step(objective, model, batch, **step):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", [PAIR, POLICY, KTO, SIMPO, GSPO])
-def test_a_step_is_that_of_the_formula(objective):
-    """One completion a row or many, microbatches or none, on one device and on a mesh that splits rows, lengths, out of
-    order, and the vocabulary."""
+def test_step_equals_the_formula(objective):
+    """Cases: one or several completions per row, microbatches, and meshes that shard rows, sequences (also in zigzag
+    order) and the vocabulary."""
     model = filled(CONFIG)
 
     @jax.jit
@@ -185,8 +185,8 @@ FORMS = ((ROWS, SHORT), (PACKED, LONG))
 
 
 @pytest.mark.slow
-def test_log_probs_are_at_the_positions_of_tokens():
-    """Also where a mesh puts tokens in another order; 0 for the first token of a document and for padding."""
+def test_log_probs_are_aligned_with_tokens():
+    """This also holds for the zigzag order. The first token of a document and padding have a log-prob of 0."""
     model, batch = filled(CONFIG), batch_of(PACKED, LONG)
     plain = token_log_probs(model, batch, temperature=TEMPERATURE)
     log_p = jax.nn.log_softmax(
@@ -202,8 +202,8 @@ def test_log_probs_are_at_the_positions_of_tokens():
     assert_close(token_log_probs(placed, place(batch, layout, 2), temperature=TEMPERATURE), plain, units=256)
 
 
-def test_on_policy_the_ratio_is_one():
-    """Log-probs saved by the same weights: not a bit of difference, so that nothing is clipped."""
+def test_on_policy_ratio_is_exactly_one():
+    """Log-probs saved with the same weights are equal to the bit, so that no token is clipped."""
     model, batch = filled(CONFIG), batch_of(PACKED, LONG)
     old = np.asarray(token_log_probs(model, batch))
     signals = dataclasses.replace(batch.signals, old=old, sampler=old, reference=old, divergence=None, nll=None)
@@ -217,7 +217,7 @@ def test_on_policy_the_ratio_is_one():
 
 @pytest.mark.slow(fast=("completion_ids", "reference"))
 @pytest.mark.parametrize("name", ["completion_ids", "policy", "reference"])
-def test_missing_signals_are_named(name):
+def test_missing_signals_are_named_in_the_error(name):
     batch = batch_of(ROWS, SHORT)
     batch = dataclasses.replace(batch, signals=dataclasses.replace(batch.signals, **{name: None}))
     with refused(ConfigError, "Batch.signals", name):

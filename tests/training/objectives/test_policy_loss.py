@@ -1,6 +1,6 @@
-"""Losses of policies against numbers computed in float64: value and gradient.
+"""Compare values and gradients of the policy losses with numbers computed in float64.
 
-Tables have six digits (half of the last is 5e-7) and float32 of numbers about 1 is off by 1e-7: equal to 1e-6.
+The tolerance is 1e-6: the tables have six digits (rounding error 5e-7), and float32 has an error of 1e-7 near 1.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ REAL = np.array([[1, 1, 1], [1, 0, 0], [1, 1, 0]], bool)
 
 
 def tokens(*numbers: float) -> jax.Array:
-    """Three completions, of three, one and two tokens; padding holds what would spoil any sum."""
+    """Return values of three completions with three, one and two tokens. Padding is NaN or infinite."""
     rows = np.array([[np.nan] * 3, [np.nan, -np.inf, np.inf], [np.nan] * 3], np.float32)
     rows[REAL] = numbers
     return jnp.asarray(rows)
@@ -41,7 +41,7 @@ REFERENCE = tokens(-0.6, -1.2, -1.5, -0.3, -1.5, -0.9)
 ADVANTAGES = tokens(1, 1, 1, -1, -0.5, -0.5)
 
 
-def same(got, want) -> None:
+def assert_same(got, want) -> None:
     assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
@@ -49,8 +49,8 @@ def weights(aggregation="token", **options) -> jax.Array:
     return jnp.asarray(token_weights(REAL, aggregation, **options))
 
 
-def run(config, aggregation="token", rows=slice(None), sampler=SAMPLER, old=OLD, **options):
-    """The sum, the gradient of each token and the sums of metrics."""
+def evaluate(config, aggregation="token", rows=slice(None), sampler=SAMPLER, old=OLD, **options):
+    """Return the summed loss, the gradient of each token and the summed metrics."""
     c = weights(aggregation, **options)[rows]
     given = dict(advantages=ADVANTAGES[rows], old=old if old is None else old[rows])
     given |= dict(sampler=sampler if sampler is None else sampler[rows])
@@ -63,26 +63,26 @@ def run(config, aggregation="token", rows=slice(None), sampler=SAMPLER, old=OLD,
     return value, gradient[REAL[rows]], {name: float(number) for name, number in sums.items()}
 
 
-def narrow(**options) -> PolicyLoss:
+def symmetric_clip(**options) -> PolicyLoss:
     return PolicyLoss(**dict(high=0.2) | options)
 
 
 def corrected(kind, **options) -> PolicyLoss:
-    return narrow(correction=Correction(kind=kind, **options))
+    return symmetric_clip(correction=Correction(kind=kind, **options))
 
 
 GSPO = [*[-0.114877] * 3, 0.549574, 0.068228, 0.068228]
 TABLE = {
-    "clip, sequence": (narrow(), "sequence", 0.361238, [0, -0.090970, -0.122797, 0.549574, 0, 0.092098]),
-    "clip": (narrow(), "token", -0.087099, [0, -0.136455, -0.184195, 0.274787, 0, 0.092098]),
-    "clip, constant": (narrow(), "constant", -0.043550, [0, -0.068228, -0.092098, 0.137393, 0, 0.046049]),
+    "clip, sequence": (symmetric_clip(), "sequence", 0.361238, [0, -0.090970, -0.122797, 0.549574, 0, 0.092098]),
+    "clip": (symmetric_clip(), "token", -0.087099, [0, -0.136455, -0.184195, 0.274787, 0, 0.092098]),
+    "clip, constant": (symmetric_clip(), "constant", -0.043550, [0, -0.068228, -0.092098, 0.137393, 0, 0.046049]),
     "clip higher": (PolicyLoss(), "token", -0.090666, [-0.203567, -0.136455, -0.184195, 0.274787, 0, 0.092098]),
-    "dual": (narrow(dual=1.5), "token", -0.111886, [0, -0.136455, -0.184195, 0, 0, 0.092098]),
-    "cispo": (narrow(kind="cispo"), "token", 0.472190, [-0.2, -0.136455, -0.184195, 0.2, 0.050544, 0.092098]),
-    "gspo": (narrow(kind="gspo"), "sequence", 0.341397, GSPO),
-    "gspo, narrow": (narrow(kind="gspo", low=0.03, high=0.04), "sequence", 0.366609, [*GSPO[:4], 0, 0]),
-    "gspo_token": (narrow(kind="gspo_token"), "sequence", 0.341397, GSPO),
-    "luspo": (narrow(kind="gspo"), "sequence_sum", -0.211411, [*[-0.344632] * 3, 0.549574, 0.136455, 0.136455]),
+    "dual": (symmetric_clip(dual=1.5), "token", -0.111886, [0, -0.136455, -0.184195, 0, 0, 0.092098]),
+    "cispo": (symmetric_clip(kind="cispo"), "token", 0.472190, [-0.2, -0.136455, -0.184195, 0.2, 0.050544, 0.092098]),
+    "gspo": (symmetric_clip(kind="gspo"), "sequence", 0.341397, GSPO),
+    "gspo, narrow": (symmetric_clip(kind="gspo", low=0.03, high=0.04), "sequence", 0.366609, [*GSPO[:4], 0, 0]),
+    "gspo_token": (symmetric_clip(kind="gspo_token"), "sequence", 0.341397, GSPO),
+    "luspo": (symmetric_clip(kind="gspo"), "sequence_sum", -0.211411, [*[-0.344632] * 3, 0.549574, 0.136455, 0.136455]),
     "sapo": (
         PolicyLoss(kind="sapo"), "sequence", 0.454300, [-0.134062, -0.090227, -0.122458, 0.490451, 0.048447, 0.091817]
     ),
@@ -99,15 +99,15 @@ TABLE = {
 def test_value_and_gradient(name):
     config, aggregation, value, gradient = TABLE[name]
     options = dict(limit=4) if aggregation == "constant" else {}
-    got = run(config, aggregation, **options)
-    same(got[0], value)
-    same(got[1], gradient)
+    got = evaluate(config, aggregation, **options)
+    assert_same(got[0], value)
+    assert_same(got[1], gradient)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dual", [None, 1.5])
 def test_every_ratio_with_every_sign(dual):
-    """The smaller of the two products; of negative advantages at most `dual` times them."""
+    """The objective is the smaller of the two products; with negative advantages it is at least `dual` times them."""
     ratios, signs = np.meshgrid([0.5, 0.79, 0.81, 1.0, 1.27, 1.29, 1.6], [-2.0, 0.0, 3.0])
     plain, clipped = ratios * signs, np.clip(ratios, 0.8, 1.28) * signs
     want = -np.minimum(plain, clipped)
@@ -126,11 +126,11 @@ def test_every_ratio_with_every_sign(dual):
     assert_allclose(gradient, slopes, rtol=0, atol=2e-6)
 
 
-def test_without_a_sampler_only_its_metrics_are_absent():
-    value, gradient, sums = run(narrow(), sampler=None)
-    same(value, TABLE["clip"][2])
-    same(gradient, TABLE["clip"][3])
-    full = run(narrow())[2]
+def test_without_sampler_log_probs_only_their_metrics_are_missing():
+    value, gradient, sums = evaluate(symmetric_clip(), sampler=None)
+    assert_same(value, TABLE["clip"][2])
+    assert_same(gradient, TABLE["clip"][3])
+    full = evaluate(symmetric_clip())[2]
     about = {"importance", "importance_squared", "log_prob_gap", "masked"}
     assert sums == {name: number for name, number in full.items() if name not in about} and about < set(full)
 
@@ -140,68 +140,71 @@ def test_without_a_sampler_only_its_metrics_are_absent():
 @pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
 def test_sums_of_microbatches_are_the_sum_of_the_batch(aggregation, cut):
     options, halves = dict(limit=4) if aggregation == "constant" else {}, (slice(0, cut), slice(cut, 3))
-    whole = run(narrow(), aggregation, **options)
-    parts = [run(narrow(), aggregation, rows, **options) for rows in halves]
-    same(sum(part[0] for part in parts), whole[0])
-    same(np.concatenate([part[1] for part in parts]), whole[1])
-    same([sum(part[2][name] for part in parts) for name in whole[2]], list(whole[2].values()))
+    whole = evaluate(symmetric_clip(), aggregation, **options)
+    parts = [evaluate(symmetric_clip(), aggregation, rows, **options) for rows in halves]
+    assert_same(sum(part[0] for part in parts), whole[0])
+    assert_same(np.concatenate([part[1] for part in parts]), whole[1])
+    assert_same([sum(part[2][name] for part in parts) for name in whole[2]], list(whole[2].values()))
 
 
 @pytest.mark.slow(fast=("token-0.053749", "constant-0.026874"))
 @pytest.mark.parametrize("aggregation, wrong", [("sequence", 0.390001), ("token", 0.053749), ("constant", 0.026874)])
-def test_the_mean_over_microbatches_is_not_the_mean_over_the_batch(aggregation, wrong):
-    """With weights computed for each microbatch: rows 1 and 2, and row 3."""
+def test_mean_of_microbatch_means_differs_from_the_batch_mean(aggregation, wrong):
+    """Token weights are computed per microbatch: rows 1 and 2 are one microbatch, row 3 is the other."""
     options, losses = dict(limit=4) if aggregation == "constant" else {}, []
     for rows in (slice(0, 2), slice(2, 3)):
         c = jnp.asarray(token_weights(REAL[rows], aggregation, **options))
         given = dict(weights=c, advantages=ADVANTAGES[rows], old=OLD[rows])
-        losses.append(float(policy_loss(narrow(), POLICY[rows], **given)[0]))
-    same(np.mean(losses), wrong)
+        losses.append(float(policy_loss(symmetric_clip(), POLICY[rows], **given)[0]))
+    assert_same(np.mean(losses), wrong)
     right = {"sequence": 0.361238, "token": -0.087099, "constant": -0.043550}[aggregation]
     assert abs(wrong - right) > 0.01
 
 
-def test_metrics():
+def test_policy_loss_metrics():
     ratios = np.exp([0.2, -0.2, 0.1, 0.5, -0.5, 0.1])
     want = dict(tokens=6, ratio=ratios.sum(), clip_low=1, clip_high=1, clip=2)
     importance = np.exp([0.2, 0, 0, 0, 0, 1])
     want |= dict(importance=importance.sum(), importance_squared=(importance**2).sum(), masked=0, log_prob_gap=1.2)
-    sums = run(narrow())[2]
+    sums = evaluate(symmetric_clip())[2]
     assert sums.keys() == want.keys()
     assert_allclose([sums[name] for name in want], list(want.values()), rtol=1e-6)
-    tis = run(corrected("tis"))[2]
+    tis = evaluate(corrected("tis"))[2]
     assert_allclose(tis["importance"], importance.sum(), rtol=1e-6)  # before it is truncated
-    assert (run(corrected("mask"))[2]["masked"], run(corrected("sequence_mask"))[2]["masked"]) == (1, 2)
-    assert run(corrected("mask", floor=1.1))[2]["masked"] == 5
-    dual = run(narrow(dual=1.5))[2]
+    assert (
+        evaluate(corrected("mask"))[2]["masked"],
+        evaluate(corrected("sequence_mask"))[2]["masked"],
+    ) == (1, 2)
+    assert evaluate(corrected("mask", floor=1.1))[2]["masked"] == 5
+    dual = evaluate(symmetric_clip(dual=1.5))[2]
     assert (dual["clip_low"], dual["clip_high"], dual["clip"]) == (1, 1, 3)
-    cispo = run(narrow(kind="cispo"))[2]
+    cispo = evaluate(symmetric_clip(kind="cispo"))[2]
     assert (cispo["clip_low"], cispo["clip_high"]) == (0, 2)
     for name in ("reinforce", "sapo"):
-        assert run(PolicyLoss(kind=name))[2]["clip"] == 0
+        assert evaluate(PolicyLoss(kind=name))[2]["clip"] == 0
 
 
-def test_one_update_for_each_batch_needs_no_old_log_probs():
-    value, gradient, sums = run(narrow(), old=None, sampler=None)
-    same(value, -(3 - 1 - 2 * 0.5) / 6)
-    same(gradient, np.array([-1, -1, -1, 1, 0.5, 0.5]) / 6)
+def test_old_log_probs_are_optional_with_one_update_per_batch():
+    value, gradient, sums = evaluate(symmetric_clip(), old=None, sampler=None)
+    assert_same(value, -(3 - 1 - 2 * 0.5) / 6)
+    assert_same(gradient, np.array([-1, -1, -1, 1, 0.5, 0.5]) / 6)
     assert sums["ratio"] == sums["tokens"] == 6 and sums["clip"] == 0
-    value, gradient, sums = run(corrected("tis"), old=None)
+    value, gradient, sums = evaluate(corrected("tis"), old=None)
     factor = np.minimum(np.exp([0.4, -0.2, 0.1, 0.5, -0.5, 1.1]), 2)
-    same(gradient, factor * [-1, -1, -1, 1, 0.5, 0.5] / 6)
+    assert_same(gradient, factor * [-1, -1, -1, 1, 0.5, 0.5] / 6)
 
 
-def test_reinforce_with_the_samplers_ratio():
-    gradient = run(PolicyLoss(kind="reinforce", correction=Correction(kind="bypass")))[1]
-    same(gradient, np.exp([0.4, -0.2, 0.1, 0.5, -0.5, 1.1]) * [-1, -1, -1, 1, 0.5, 0.5] / 6)
+def test_reinforce_with_importance_sampling():
+    gradient = evaluate(PolicyLoss(kind="reinforce", correction=Correction(kind="bypass")))[1]
+    assert_same(gradient, np.exp([0.4, -0.2, 0.1, 0.5, -0.5, 1.1]) * [-1, -1, -1, 1, 0.5, 0.5] / 6)
 
 
-def test_weights_of_rows_by_their_geometric_mean():
-    gradient = run(corrected("sequence_tis", sequence_weight="mean"))[1]
+def test_sequence_importance_weights_as_geometric_mean():
+    gradient = evaluate(corrected("sequence_tis", sequence_weight="mean"))[1]
     factor = np.exp([0.2 / 3] * 3 + [0] + [0.5] * 2)
-    same(gradient, factor * TABLE["clip"][3])
-    gradient = run(corrected("sequence_mask", sequence_weight="mean", cap=1.2))[1]
-    same(gradient, factor * TABLE["clip"][3] * [1, 1, 1, 1, 0, 0])
+    assert_same(gradient, factor * TABLE["clip"][3])
+    gradient = evaluate(corrected("sequence_mask", sequence_weight="mean", cap=1.2))[1]
+    assert_same(gradient, factor * TABLE["clip"][3] * [1, 1, 1, 1, 0, 0])
 
 
 @pytest.mark.slow(fast=("threshold=0.15-0", "threshold=0.1-0,4", "threshold=0.1 distance=kl-empty"))
@@ -215,17 +218,17 @@ def test_weights_of_rows_by_their_geometric_mean():
         (dict(threshold=0.1, distance="kl"), []),
     ],
 )
-def test_dppo(options, masked):
-    """Masked are only tokens that their advantage pushes farther: of the sixth, .45 above, A is negative."""
-    value, gradient, sums = run(PolicyLoss(kind="dppo", **options))
+def test_dppo_masks_tokens_beyond_the_divergence_threshold(options, masked):
+    """Only tokens that their advantage would move further away are masked; the sixth has a negative advantage."""
+    value, gradient, sums = evaluate(PolicyLoss(kind="dppo", **options))
     ratio = np.exp([0.2, -0.2, 0.1, 0.5, -0.5, 0.1])
     ratio[masked] = 0
     losses = ratio * [-1, -1, -1, 1, 0.5, 0.5] / 6
-    same(value, losses.sum())
-    same(gradient, losses)
+    assert_same(value, losses.sum())
+    assert_same(gradient, losses)
     assert (sums["clip_high"], sums["clip_low"]) == (int(0 in masked), int(4 in masked))
-    if options["threshold"] == 0.15:  # without a sampler the old policy is what is compared: .11 for the first token
-        assert run(PolicyLoss(kind="dppo", **options), sampler=None)[2]["clip_high"] == 0
+    if options["threshold"] == 0.15:  # without sampler log-probs, the old log-probs are used: 0.11 for the first token
+        assert evaluate(PolicyLoss(kind="dppo", **options), sampler=None)[2]["clip_high"] == 0
 
 
 @pytest.mark.slow
@@ -241,27 +244,32 @@ def test_packed_completions_equal_completions_in_rows():
 
     c = jnp.nan_to_num(pack(weights("sequence")))
     given = dict(advantages=pack(ADVANTAGES), old=pack(OLD), sampler=pack(SAMPLER), weights=c)
-    for config in (narrow(kind="gspo"), corrected("sequence_tis")):
+    for config in (symmetric_clip(kind="gspo"), corrected("sequence_tis")):
 
         def loss(log_probs, config=config):
             return policy_loss(config, log_probs, completion_ids=jnp.asarray(completions), count=3, **given)[0]
 
         value, gradient = jax.value_and_grad(loss)(pack(POLICY))
-        want = run(config, "sequence")
-        same(value, want[0])
-        same(gradient[real], want[1])
+        want = evaluate(config, "sequence")
+        assert_same(value, want[0])
+        assert_same(gradient[real], want[1])
 
 
 @pytest.mark.slow
-def test_far_ratios_are_finite():
+def test_extreme_ratios_give_finite_values_and_gradients():
     far = tokens(-100, -1, -2, -0.1, -1.5, -0.4)
-    for config in (narrow(), narrow(kind="gspo"), corrected("sequence_tis"), PolicyLoss(kind="sapo")):
+    for config in (
+        symmetric_clip(),
+        symmetric_clip(kind="gspo"),
+        corrected("sequence_tis"),
+        PolicyLoss(kind="sapo"),
+    ):
         for given in (dict(old=far, sampler=far), dict(old=far, sampler=SAMPLER), dict(old=OLD, sampler=far)):
-            value, gradient, sums = run(config, **given)
+            value, gradient, sums = evaluate(config, **given)
             assert np.all(np.isfinite([value, *gradient, *sums.values()]))
 
 
-# --- divergence from the reference ---
+# --- KL penalty ---
 
 KL = {
     "k1": (0.083333, [1 / 6] * 6),
@@ -277,18 +285,18 @@ def penalty(kind, log_probs, old=OLD):
 
 
 @pytest.mark.parametrize("kind", KL)
-def test_divergence_of_tokens(kind):
+def test_kl_penalty_value_and_gradient(kind):
     value, gradient = jax.value_and_grad(lambda log_probs: penalty(kind, log_probs))(POLICY)
-    same(value, KL[kind][0])
-    same(gradient[REAL], KL[kind][1])
+    assert_same(value, KL[kind][0])
+    assert_same(gradient[REAL], KL[kind][1])
     assert_array_equal(gradient[~REAL], 0)
 
 
-def test_clip_and_divergence():
-    value, gradient, _ = run(narrow())
+def test_clipped_loss_plus_kl_penalty():
+    value, gradient, _ = evaluate(symmetric_clip())
     more, slope = jax.value_and_grad(lambda log_probs: 0.1 * penalty("k3", log_probs))(POLICY)
-    same(value + more, -0.082140)
-    same(gradient + slope[REAL], [0.001586, -0.133434, -0.195007, 0.277808, 0, 0.098655])
+    assert_same(value + more, -0.082140)
+    assert_same(gradient + slope[REAL], [0.001586, -0.133434, -0.195007, 0.277808, 0, 0.098655])
 
 
 @pytest.mark.slow
@@ -301,8 +309,8 @@ def test_clip_and_divergence():
         ("k3_ratio", 0.082225, [-0.005022, -0.153774, 0.158796]),
     ],
 )
-def test_expectations_of_divergences(kind, value, gradient):
-    """Over all three draws of softmax: k2 and k3_ratio have the gradient of the KL, k3 that of the other direction."""
+def test_expected_value_and_gradient_of_kl_estimators(kind, value, gradient):
+    """Average over all three tokens: k2 and k3_ratio have the gradient of KL(p || q), and k3 has that of KL(q || p)."""
     logits, reference = jnp.asarray([0.2, -0.1, 0.4]), jax.nn.log_softmax(jnp.asarray([0.0, 0.3, -0.2]))
     chances = jax.nn.softmax(logits)
     everything = jnp.ones((1, 3), bool)
@@ -313,11 +321,11 @@ def test_expectations_of_divergences(kind, value, gradient):
         )
 
     got = jax.value_and_grad(expected)(logits)
-    same(got[0], value)
-    same(got[1], gradient)
+    assert_same(got[0], value)
+    assert_same(got[1], gradient)
     if kind == "k2":
         exact = jax.grad(lambda x: jnp.sum(jax.nn.softmax(x) * (jax.nn.log_softmax(x) - reference)))(logits)
-        same(exact, gradient)
+        assert_same(exact, gradient)
 
 
 # --- critic ---
@@ -330,18 +338,18 @@ def test_value_loss():
     )
     weight = jnp.asarray([[1 / 3, 1 / 3, 1 / 3, 0]])
     got = jax.value_and_grad(lambda values: value_loss(values, returns, weights=weight, old=old))(values)
-    same(got[0], 0.122817)
-    same(got[1], [[0, -0.21, 0, 0]])
+    assert_same(got[0], 0.122817)
+    assert_same(got[1], [[0, -0.21, 0, 0]])
     assert value_is_clipped(values, returns, old=old)[0, :3].tolist() == [True, False, True]
     plain = jax.value_and_grad(lambda values: value_loss(values, returns, weights=weight))(values)
-    same(plain[0], (0.01 + 0.63**2 + 0.16) / 6)
-    same(plain[1], [[-0.1 / 3, -0.21, -0.4 / 3, 0]])
+    assert_same(plain[0], (0.01 + 0.63**2 + 0.16) / 6)
+    assert_same(plain[1], [[-0.1 / 3, -0.21, -0.4 / 3, 0]])
 
 
 # --- configurations ---
 
 
-UNREAD = {  # options that another field leaves without effect
+UNREAD = {  # options that have no effect because of another field
     "sapo": (PolicyLoss, dict(low=0.1), dict(kind="sapo")),
     "cispo": (PolicyLoss, dict(dual=3.0), dict(kind="cispo")),
     "reinforce": (PolicyLoss, dict(high=0.3), dict(kind="reinforce")),
@@ -356,7 +364,7 @@ UNREAD = {  # options that another field leaves without effect
 
 
 @pytest.mark.parametrize("name", UNREAD)
-def test_unread_options_are_refused(name):
+def test_options_without_effect_are_refused(name):
     cls, option, choice = UNREAD[name]
     ((field, value),) = option.items()
     chosen = [f"{name}={kind!r}" for name, kind in choice.items()]
@@ -364,18 +372,21 @@ def test_unread_options_are_refused(name):
         cls(**option, **choice)
 
 
-def test_options_that_do_not_fit_together_are_refused():
+def test_incompatible_options_are_refused():
     with refused(ConfigError, "Correction.floor=2.0", "Correction.cap=0.5"):
         Correction(kind="mask", cap=0.5)
     with refused(ConfigError, "Correction.kind='tis'", "sampler"):
-        run(corrected("tis"), sampler=None)
+        evaluate(corrected("tis"), sampler=None)
     with refused(ConfigError, "kind='k2'", "old"):
         kl_penalty("k2", POLICY, REFERENCE, where=jnp.asarray(REAL), old=OLD)
 
 
 @pytest.mark.parametrize("kind, field, value", [("sapo", "tau_positive", 2.0), ("sapo", "tau_negative", 2.0)])
-def test_steepness_is_read(kind, field, value):
+def test_sapo_temperatures_change_the_gradient(kind, field, value):
     base = PolicyLoss(kind=kind)
-    before, after = run(base)[1], run(dataclasses.replace(base, **{field: value}))[1]
+    before, after = (
+        evaluate(base)[1],
+        evaluate(dataclasses.replace(base, **{field: value}))[1],
+    )
     changed = np.abs(before - after) > 1e-5
     assert_array_equal(changed, [field == "tau_positive"] * 3 + [field == "tau_negative"] * 3)

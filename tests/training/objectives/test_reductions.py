@@ -1,4 +1,4 @@
-"""Sums over the completions of rows, on one device and on several."""
+"""Test sums over the tokens of each completion, on one device and on a mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,12 @@ from eqx_decoders.training.objectives.reductions import completion_lengths, comp
 from tests.compare import assert_array_equal, assert_close
 
 
-# a prompt, two completions with a tool's token in one of them, padding; a row with one completion of two tokens
+# Row 1: a prompt and two completions; the first contains one tool token. Row 2: completion 2 with two tokens, padding.
 COMPLETION_IDS = np.array([[0, 0, 1, 1, 0, 1, 2, 2], [0, 2, 2, 0, 0, 0, 0, 0]], np.int32)
 VALUES = np.array([[np.nan, np.inf, 1, 2, np.nan, 3, 4, 5], [np.nan, 6, 8, *[-np.inf] * 5]], np.float32)
 
 
-def test_sums_means_and_back():
+def test_completion_sums_means_lengths_and_broadcast():
     values, completions = jnp.asarray(VALUES), jnp.asarray(COMPLETION_IDS)
     assert_array_equal(completion_sums(values, completions, 3), [[6, 9, 0], [0, 14, 0]])
     assert_array_equal(completion_means(values, completions, 3), [[2, 4.5, 0], [0, 7, 0]])
@@ -25,7 +25,7 @@ def test_sums_means_and_back():
 
 
 @pytest.mark.slow
-def test_gradients_of_each_completion():
+def test_gradients_of_completion_means():
     def loss(values):
         means = completion_means(values, jnp.asarray(COMPLETION_IDS), 2)
         return jnp.sum(to_tokens(means**2, jnp.asarray(COMPLETION_IDS)))  # 3 * 2^2 + 2 * 4.5^2 + 2 * 7^2
@@ -36,8 +36,8 @@ def test_gradients_of_each_completion():
     assert_close(gradient, want, units=8)
 
 
-def test_rows_split_over_a_mesh_exchange_only_sums():
-    """Batch and length are split: no device gathers a row, and the numbers are those of one device."""
+def test_sharded_rows_are_reduced_without_all_gather():
+    """Batch and sequence axes are sharded. The program has no all-gather, and the results equal those of one device."""
     mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(AxisType.Auto,) * 2)
     place = NamedSharding(mesh, PartitionSpec("data", "context"))
 

@@ -1,4 +1,4 @@
-"""Routing replay: log-probs and gradients of a policy whose tokens go where they were sent when they were sampled."""
+"""Test routing replay: tokens are routed to the experts that were used when they were sampled."""
 
 import dataclasses
 
@@ -56,30 +56,30 @@ def model(request):
 
 
 @pytest.fixture(scope="module")
-def own(model):
-    """Its own choice, `[rows, length, layers, choices]`."""
+def routed_experts(model):
+    """Return the experts chosen by the router, `[batch, length, layers, experts_per_token]`."""
     choices = model.replace(expert_choices=True)(batch_of(None).tokens).stats.choices
     assert choices.shape == (3, ROWS, LENGTH, 3) and choices_shape(CONFIG) == (3, 3)
     return np.moveaxis(np.asarray(choices), 0, 2).astype(np.int16)
 
 
 @pytest.mark.slow
-def test_replaying_the_router_s_own_choice_changes_nothing(model, own):
-    """Values and gradients, to the last bit; where it is not known, the router chooses."""
-    wanted = loss(model, batch_of(own))
-    half = np.where(np.arange(LENGTH)[None, :, None, None] % 2, own, -1).astype(np.int16)
-    for experts in (np.full_like(own, -1), half):
+def test_replaying_the_current_routing_changes_nothing(model, routed_experts):
+    """Values and gradients are equal to the bit. The router chooses the experts of tokens without saved routing."""
+    wanted = loss(model, batch_of(routed_experts))
+    half = np.where(np.arange(LENGTH)[None, :, None, None] % 2, routed_experts, -1).astype(np.int16)
+    for experts in (np.full_like(routed_experts, -1), half):
         found = loss(model, batch_of(experts))
         assert all(np.array_equal(*e) for e in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True))
 
 
 @pytest.mark.slow
-def test_another_choice_changes_only_its_token_and_later_ones(model, own):
+def test_replaying_other_experts_changes_only_later_tokens(model, routed_experts):
     place, layer = 4, 1
-    others = own.copy()
-    others[0, place, layer, :2] = (own[0, place, layer, :2] + 2) % 6
+    others = routed_experts.copy()
+    others[0, place, layer, :2] = (routed_experts[0, place, layer, :2] + 2) % 6
     (_, changed), gradient = loss(model, batch_of(others))
-    (_, wanted), before = loss(model, batch_of(np.full_like(own, -1)))
+    (_, wanted), before = loss(model, batch_of(np.full_like(routed_experts, -1)))
     differs = np.asarray(changed != wanted)
     assert not differs[0, :place].any() and differs[0, place:-1].all() and not differs[1].any()
     kernel = lambda model: model.scanned_layers[0].unit[0].mlp.router.kernel  # noqa: E731
@@ -87,8 +87,8 @@ def test_another_choice_changes_only_its_token_and_later_ones(model, own):
 
 
 @pytest.mark.slow
-def test_a_program_that_replays_computes_the_same(model, own):
-    plain, replayed = loss(model, batch_of(None)), loss(model, batch_of(own))
+def test_replaying_the_current_routing_changes_no_gradient(model, routed_experts):
+    plain, replayed = loss(model, batch_of(None)), loss(model, batch_of(routed_experts))
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(replayed), strict=True):
         assert_allclose(one, other, atol=1e-6)
 
@@ -103,7 +103,7 @@ def test_a_program_that_replays_computes_the_same(model, own):
         dict(layout=dict(expert=2, fsdp=2), remat="full"),
     ],
 )
-def test_choices_are_reported_and_replayed_in_parts(execution):
+def test_routing_is_reported_and_replayed_with_microbatches(execution):
     model = filled(dataclasses.replace(CONFIG, blocks=(TWO,) * 4))
     tokens = np.random.default_rng(1).integers(0, 32, (8, 8)).astype(np.int32)
     experts = np.random.default_rng(2).permuted(np.tile(np.arange(6), (8, 8, 4, 1)), axis=-1)[..., :2].astype(np.int16)
@@ -125,7 +125,7 @@ def test_choices_are_reported_and_replayed_in_parts(execution):
         assert_array_equal(one, other)
 
 
-def test_replay_without_experts_or_choices_is_refused(model):
+def test_replay_without_experts_or_saved_routing_is_refused(model):
     with refused(ConfigError, "replay", "experts"):
         check_choices(dataclasses.replace(CONFIG, blocks=(PLAIN,)), "replay")
     few = np.zeros((ROWS, LENGTH, 2, 3), np.int16)

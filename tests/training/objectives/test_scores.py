@@ -1,4 +1,4 @@
-"""A critic's values and their loss: read before each token, the same for any packing, microbatches and mesh."""
+"""Test the values of a critic and their loss, for any packing, microbatches and mesh."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ def critic():
 
 
 def with_returns(batch: Batch) -> Batch:
-    """Old values and returns in place of other signals."""
+    """Return the batch with old values and returns as its signals."""
     signals = batch.signals
     assert signals is not None
     kept = Signals(
@@ -38,7 +38,7 @@ def with_returns(batch: Batch) -> Batch:
     return dataclasses.replace(batch, signals=dataclasses.replace(kept, max_completions=signals.max_completions))
 
 
-def test_values_after_each_token():
+def test_values_equal_the_head_output_after_each_token():
     model, batch = critic(), with_returns(batch_of(*FORMS[1]))
     found = token_values(model, batch)
     arrays = dict(segment_ids=batch.segment_ids, positions=batch.positions)
@@ -48,14 +48,16 @@ def test_values_after_each_token():
 
 
 @pytest.mark.slow
-def test_a_step_equals_the_formula():
+def test_value_loss_step_equals_the_formula():
     model, objective = critic(), ValueObjective(clip=CLIP)
     rows, packed = (with_returns(batch_of(*each)) for each in FORMS)
     values = token_values(model, rows)
     signals = rows.signals
     assert signals is not None
     weights, old, returns = (jnp.asarray(x)[:, 1:] for x in (signals.policy, signals.values, signals.returns))
-    want = value_loss(values[:, :-1], returns, weights=weights, old=old, clip=CLIP)  # behind the token before it
+    want = value_loss(
+        values[:, :-1], returns, weights=weights, old=old, clip=CLIP
+    )  # the value after the previous token
     new, metrics = after_a_step(objective, model, rows)
     assert_close(metrics.loss, want, units=128)
     assert 0 < metrics.objective["value_clip"] < 1

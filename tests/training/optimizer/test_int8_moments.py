@@ -1,4 +1,4 @@
-"""Moments in 8 bits: what they keep, that they follow, and where they live."""
+"""Test optimizer moments in int8: rounding, convergence, sharding and checkpoints."""
 
 import dataclasses
 from typing import Any
@@ -24,8 +24,8 @@ from tests.training.step.test_step import ANY, BARE, CONFIG, advanced, batch_of,
 SMALL = dataclasses.replace(ANY, moments_dtype="int8")
 
 
-def widths(shape, seed=0):
-    """Numbers of very different sizes."""
+def weights_of_mixed_scales(shape, seed=0):
+    """Return numbers of very different magnitudes."""
     drawn = np.random.default_rng(seed).normal(size=(2, *shape))
     return jnp.asarray(drawn[0] * 10.0 ** (2 * drawn[1]), jnp.float32)
 
@@ -33,8 +33,8 @@ def widths(shape, seed=0):
 @pytest.mark.slow(fast=("False",))
 @pytest.mark.parametrize("positive", [False, True])
 def test_stochastic_rounding_is_unbiased(positive):
-    """Also for numbers far below the largest; each of 2000 samples is one of the two nearest codes."""
-    x = jnp.square(widths((3, 40))) if positive else widths((3, 40))
+    """Each of 2000 samples is one of the two nearest codes, also for numbers far below the maximum."""
+    x = jnp.square(weights_of_mixed_scales((3, 40))) if positive else weights_of_mixed_scales((3, 40))
     x = x.at[0, :3].set(0.0)
 
     def rounded(key):
@@ -46,16 +46,16 @@ def test_stochastic_rounding_is_unbiased(positive):
     size = np.sqrt(plain) if positive else np.abs(plain)
     largest = size.max(axis=-1, keepdims=True)
     levels = 255 if positive else 127
-    gap = (2 * np.sqrt(size * largest) / levels) + largest / levels**2  # of neighbouring codes, at most
-    wanted = np.maximum(size, largest / levels**2 * (size > 0)) if positive else plain  # 0 is not divided by
+    gap = (2 * np.sqrt(size * largest) / levels) + largest / levels**2  # maximum distance between adjacent codes
+    wanted = np.maximum(size, largest / levels**2 * (size > 0)) if positive else plain  # avoid a division by 0
     assert np.all(np.abs(found - wanted[None]) <= 1.01 * gap[None])
     assert np.all(np.abs(np.mean(found, axis=0) - wanted) <= 6 * gap / 2000**0.5)
     assert np.all(found[:, 0, :3] == 0) and (not positive or found[:, size > 0].min() > 0)
 
 
-def test_second_moments_follow_smaller_gradients():
-    """Half of a row's gradients become ten times smaller: with beta2 = 0.999 each step changes their moments by far
-    less than codes lie apart."""
+def test_int8_second_moments_follow_decreasing_gradients():
+    """Half of the gradients become ten times smaller. With beta2 = 0.999, the change of a moment per step is much
+    smaller than the distance between codes."""
     words, shape = {"up": ("embed", "mlp")}, (4, 64)
     found: list[Any] = []
     slopes = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
@@ -75,12 +75,12 @@ def test_second_moments_follow_smaller_gradients():
     for begin in (0, 900, 1100, 2900):
         here = slice(begin + 10, begin + 100)
         assert small[here].mean() == pytest.approx(plain[here].mean(), rel=0.1), begin
-    assert plain[2900:].mean() > 2 * plain[1050:1150].mean()  # the moment did have to follow
+    assert plain[2900:].mean() > 2 * plain[1050:1150].mean()  # the float32 moments have changed
 
 
 @pytest.mark.slow
-def test_least_squares_converge_as_with_float32():
-    """The gradients of its rows differ by a factor of 1000."""
+def test_int8_moments_converge_like_float32_on_least_squares():
+    """Gradients of different columns differ by a factor of up to 1000."""
     words, generator = {"up": ("embed", "mlp")}, np.random.default_rng(0)
     inputs, scale = jnp.asarray(generator.normal(size=(256, 16)), jnp.float32), jnp.logspace(-1.5, 0, 32)[None]
     truth = jnp.asarray(generator.normal(size=(16, 32)), jnp.float32)
@@ -110,8 +110,8 @@ def test_least_squares_converge_as_with_float32():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
-def test_steps_on_a_mesh_are_those_of_one_device(name):
-    """Codes may differ by one: sums in another order may be rounded differently."""
+def test_sharded_steps_equal_single_device(name):
+    """Codes may differ by one, because sums in a different order are rounded differently."""
     config = dataclasses.replace(SMALL, name=name, max_grad_norm=None)
     model, found = filled(CONFIG), []
     for layout, over_data in ((ed.Layout(), False), (ed.Layout.create(data=2, fsdp=2, tensor=2), True)):
@@ -136,7 +136,7 @@ def test_steps_on_a_mesh_are_those_of_one_device(name):
 
 
 @pytest.mark.slow
-def test_checkpoints_have_int8_moments(tmp_path):
+def test_int8_moments_are_restored_from_checkpoints(tmp_path):
     """Codes and scales are restored exactly."""
     models = [filled(BARE).place(layout) for layout in (ed.Layout.create(data=4, fsdp=2), ed.Layout())]
     saving, loading = (trainer_of(model, dataclasses.replace(SMALL, shard_over_data=True)) for model in models)

@@ -1,4 +1,4 @@
-"""Optimizers against NumPy, schedules at their corners, and which weights are moved and decayed."""
+"""Test optimizers against NumPy, learning-rate schedules, and which weights are updated and decayed."""
 
 import dataclasses
 import fnmatch
@@ -38,7 +38,7 @@ def some_weights(seed: int) -> dict[str, np.ndarray]:
 
 
 def rates(steps: int = 100, **changes) -> np.ndarray:
-    """The learning rate at steps 0 … steps, with a peak of 2."""
+    """Return the learning rates of steps 0 to `steps`, with a peak of 2."""
     config = OptimizerConfig(learning_rate=2.0, **changes)
     return np.asarray(jax.vmap(lambda step: jnp.asarray(make_schedule(config, steps)(step)))(jnp.arange(steps + 1)))
 
@@ -46,16 +46,18 @@ def rates(steps: int = 100, **changes) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
 def test_warmup_is_linear_up_to_the_peak(schedule):
-    """The first of ten steps has a tenth of the peak: no step has a rate of zero."""
+    """The first of ten warmup steps has a tenth of the peak rate; no step has a rate of zero."""
     rate = rates(schedule=schedule, warmup_steps=10)
     assert_allclose(rate[:10], np.linspace(0.2, 2, 10), rtol=1e-6)
     assert rate[10] == pytest.approx(2.0)
     assert rate.max() == pytest.approx(2.0)
-    default = rates(schedule=schedule)  # a tenth of the run
+    default = rates(schedule=schedule)  # the default warmup is a tenth of the run
     assert_array_equal(default, rate)
     for warmup in (0, 1):
         assert rates(schedule=schedule, warmup_steps=warmup)[0] == pytest.approx(2.0)
-    long = make_schedule(OptimizerConfig(schedule=schedule, learning_rate=1.0), 20_000)  # a thousand steps at most
+    long = make_schedule(
+        OptimizerConfig(schedule=schedule, learning_rate=1.0), 20_000
+    )  # the default warmup has at most 1000 steps
     assert_allclose([float(long(step)) for step in (0, 499, 999, 1000)], [0.001, 0.5, 1, 1], rtol=1e-4)
 
 
@@ -73,7 +75,7 @@ def test_schedules_after_the_warmup():
     assert_allclose(all_decay[10:], np.linspace(2, 0, 91), atol=1e-5)
 
 
-def test_the_shortest_runs_have_a_schedule():
+def test_schedules_of_very_short_runs():
     for schedule in ("cosine", "linear", "wsd", "constant"):
         assert float(make_schedule(OptimizerConfig(schedule=schedule, learning_rate=1.0), 1)(0)) == pytest.approx(1.0)
     constant = make_schedule(OptimizerConfig(schedule="constant", learning_rate=1.0, warmup_steps=4), 2)
@@ -111,7 +113,7 @@ BAD = {
 )
 def test_bad_settings_are_refused_by_name(field, value):
     config = OptimizerConfig()
-    object.__setattr__(config, field, value)  # past the type checks, which users don't have
+    object.__setattr__(config, field, value)  # bypass the type checks, which are active only in tests
     with refused(ConfigError, f"OptimizerConfig.{field}=", repr(value)):
         config.__post_init__()
 
@@ -132,7 +134,7 @@ OTHER = dict(
 
 
 @pytest.mark.parametrize("reader", UNREAD)
-def test_unread_settings_are_refused(reader):
+def test_settings_without_effect_are_refused(reader):
     choice = {"name" if reader in ("adamw", "lion", "adafactor", "muon") else "schedule": reader}
     for field in list(OTHER)[:5] if "name" in choice else list(OTHER)[5:]:
         if field not in UNREAD[reader]:
@@ -142,7 +144,7 @@ def test_unread_settings_are_refused(reader):
             OptimizerConfig(**choice, **{field: OTHER[field]})
 
 
-# For each setting of optimizer and schedule: what else is set, and another value that is to make a difference.
+# For each setting: (other settings that it needs, a value that must change the result).
 CHANGES = {
     "name": ({}, "lion"),
     "learning_rate": ({}, 0.1),
@@ -162,8 +164,8 @@ CHANGES = {
 
 
 @pytest.mark.slow
-def test_every_setting_takes_effect():
-    """All fields; what the step reads itself is tested in test_step.py."""
+def test_every_optimizer_setting_takes_effect():
+    """Settings that the training step reads are tested in test_step.py."""
     by_the_step = {"trainable", "max_grad_norm", "ema_decay", "shard_over_data"}
     assert CHANGES.keys() | by_the_step == {field.name for field in dataclasses.fields(OptimizerConfig)}
     weights, gradients = some_weights(0), [some_weights(seed) for seed in (1, 2, 3)]
@@ -179,7 +181,7 @@ def test_every_setting_takes_effect():
 
 
 def numpy_adamw(config, weights, gradients, rate, decayed):
-    """AdamW (Loshchilov & Hutter 2019), literally, in float64."""
+    """Reference implementation of AdamW (Loshchilov & Hutter 2019) in float64."""
     weights = {name: w.astype(np.float64) for name, w in weights.items()}
     first, second = ({name: np.zeros_like(w) for name, w in weights.items()} for _ in range(2))
     for step, gradient in enumerate(gradients, 1):
@@ -193,7 +195,7 @@ def numpy_adamw(config, weights, gradients, rate, decayed):
 
 
 def run(optimizer, weights, gradients):
-    """The weights and the optimizer's state after these gradients."""
+    """Return the weights and the optimizer state after updates with the given gradients."""
 
     @jax.jit
     def step(weights, state, gradient):
@@ -207,7 +209,7 @@ def run(optimizer, weights, gradients):
     return weights, state
 
 
-def test_adamw_equals_numpy_and_decays_by_path():
+def test_adamw_equals_numpy_with_weight_decay_by_path():
     config = OptimizerConfig(learning_rate=0.05, warmup_steps=2, beta1=0.8, beta2=0.9, weight_decay=0.3, eps=1e-3)
     weights, gradients = some_weights(0), [some_weights(seed) for seed in range(1, 6)]
     got, _ = run(make_optimizer(config, WORDS, 10), weights, gradients)
@@ -220,7 +222,7 @@ def test_adamw_equals_numpy_and_decays_by_path():
 @pytest.mark.slow(fast=("adamw",))
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
 def test_weight_decay_without_gradients(name):
-    """A decayed weight is multiplied by `1 - rate * weight_decay`; exempt weights do not change."""
+    """Decayed weights are multiplied by `1 - rate * weight_decay`; exempt weights do not change."""
     config = OptimizerConfig(name=name, learning_rate=0.1, schedule="constant", warmup_steps=0, weight_decay=0.5)
     weights = some_weights(0)
     still = {key: np.zeros_like(w) for key, w in weights.items()}
@@ -230,7 +232,7 @@ def test_weight_decay_without_gradients(name):
         assert_allclose(got[key], factor * weights[key], rtol=1e-6, atol=1e-7, err_msg=key)
 
 
-def test_no_decay_covers_norms_biases_sinks_and_tables_of_every_kind():
+def test_default_no_decay_covers_norms_biases_sinks_and_embeddings():
     config = rich_decoder(2, positions=LearnedPositions(max_positions=16), tied=True)
     words = axes(abstract(config))
     patterns = OptimizerConfig().no_decay
@@ -252,7 +254,7 @@ def test_no_decay_covers_norms_biases_sinks_and_tables_of_every_kind():
     assert any(name.endswith(".qkv_bias") for name in exempt) and any(name.endswith(".sink") for name in exempt)
 
 
-def test_a_pattern_without_a_weight_is_refused_with_examples():
+def test_pattern_without_a_match_is_refused_with_examples():
     assert matching(WORDS, ["*norm*", "head.*"], "f") == {"scanned_layers.0.unit.0.pre_mlp_norm.scale", "head.kernel"}
     with refused(ConfigError, "OptimizerConfig.trainable", "'heads.*'", "embedding.table", MATRIX):
         matching(WORDS, ["head.*", "heads.*"], "OptimizerConfig.trainable")
@@ -260,8 +262,8 @@ def test_a_pattern_without_a_weight_is_refused_with_examples():
 
 @pytest.mark.slow(fast=("adamw",))
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
-def test_every_part_of_an_optimizer_follows_the_schedule(name):
-    """The first of two warmup steps changes every weight, decay included, by half of the change at the full rate."""
+def test_updates_and_weight_decay_follow_the_schedule(name):
+    """The first of two warmup steps changes every weight by half of the change at the full rate."""
     config = OptimizerConfig(name=name, learning_rate=0.1, warmup_steps=2, schedule="constant", weight_decay=0.5)
     weights, gradients = some_weights(0), [some_weights(1)]
     full, _ = run(make_optimizer(dataclasses.replace(config, warmup_steps=0), WORDS, 10), weights, gradients)
@@ -296,12 +298,12 @@ KINDS = {
 
 
 @pytest.mark.parametrize("words", KINDS)
-def test_muon_dimensions_of_every_kind_of_weight(words):
+def test_muon_dimensions_by_axis_names(words):
     found = muon_dimensions(tuple(words.split()))
     assert (None if found is None else (found.reduction_axis, found.output_axis)) == KINDS[words]
 
 
-def test_every_weight_of_the_rich_decoder_has_muon_dimensions():
+def test_muon_dimensions_of_all_weights_of_a_decoder():
     words = axes(abstract(rich_decoder(4, positions=LearnedPositions(max_positions=16))))
     assert {" ".join(each) for each in words.values()} <= KINDS.keys()
 
@@ -315,7 +317,7 @@ DIMENSIONS = {"layers": 3, "embed": 6, "heads": 2, "head_dim": 4, "inputs": 2, "
 
 
 def test_muon_orthogonalizes_each_layer_and_projection_separately():
-    """The update of a stack equals that of optax's muon on each matrix."""
+    """The update of stacked matrices equals optax's Muon applied to each matrix."""
     config = OptimizerConfig(name="muon", learning_rate=0.1, schedule="constant", warmup_steps=0, weight_decay=0.0)
     generator = np.random.default_rng(0)
 
@@ -342,7 +344,7 @@ def test_muon_orthogonalizes_each_layer_and_projection_separately():
         assert np.abs(want[name] - matrix).max() > 1e-2
 
 
-def test_muon_with_only_matrices_or_none():
+def test_muon_with_only_matrices_or_without_matrices():
     for kept in (["head.kernel"], [MATRIX]):
         words = {name: WORDS[name] for name in kept}
         weights = {name: some_weights(0)[name] for name in kept}
@@ -362,8 +364,8 @@ def test_optimizer_state_holds_two_moments_per_weight():
 
 @pytest.mark.slow(fast=("lion",))
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
-def test_lr_multipliers_equal_separate_optimizers(name):
-    """A group with a factor is updated as by an optimizer of that rate, decay included. The first match counts."""
+def test_lr_multipliers_equal_optimizers_with_scaled_rates(name):
+    """Weights of a group are updated and decayed as by an optimizer with the scaled rate. The first match counts."""
     config = OptimizerConfig(name=name, learning_rate=0.1, warmup_steps=2, weight_decay=0.5)
     pairs = (("*.mlp.up", 0.25), ("*.mlp.*", 3.0), ("head.*", 3.0))
     weights, gradients = some_weights(0), [some_weights(seed) for seed in (1, 2, 3)]
@@ -379,7 +381,7 @@ def test_lr_multipliers_equal_separate_optimizers(name):
         assert (want is plain) or np.abs(want[key] - plain[key]).max() > 1e-3
 
 
-def test_a_multiplier_without_a_weight_is_refused_with_examples():
+def test_lr_multiplier_without_a_match_is_refused_with_examples():
     config = OptimizerConfig(lr_multipliers=(("head.*", 2.0), ("heads.*", 2.0)))
     with refused(ConfigError, "OptimizerConfig.lr_multipliers", "'heads.*'", "embedding"):
         make_optimizer(config, WORDS, 4)
@@ -387,8 +389,8 @@ def test_a_multiplier_without_a_weight_is_refused_with_examples():
 
 @pytest.mark.slow(fast=("adamw-2",))
 @pytest.mark.parametrize("name, moments", [("adamw", 2), ("lion", 1), ("muon", 1)])
-def test_only_moments_are_rounded_to_bfloat16(name, moments):
-    """Two steps equal two steps in float32 with rounded moments between them."""
+def test_bfloat16_moments_round_only_the_moments(name, moments):
+    """Two steps equal two float32 steps with moments that are rounded between the steps."""
     config = OptimizerConfig(name=name, learning_rate=0.1, warmup_steps=0)
     half = dataclasses.replace(config, moments_dtype="bfloat16")
     words = {MATRIX: WORDS[MATRIX]}

@@ -1,4 +1,4 @@
-"""The optimizer's state split over copies of the weights: the same numbers in fewer bytes."""
+"""Test optimizer states that are sharded over the data axis (`shard_over_data`, as in ZeRO-1)."""
 
 import dataclasses
 
@@ -35,13 +35,13 @@ from tests.training.step.test_step import (
 )
 
 
-def test_shardings_over_data():
+def test_optimizer_state_shardings_over_data():
     layout = ed.Layout.create(data=2, fsdp=2, tensor=2)
     assert layout.state_spec("layers embed mlp", (4, 8, 16)) == P(None, ("fsdp", "data"), "tensor")
     assert layout.state_spec("layers embed mlp", (4, 6, 16)) == P(None, "fsdp", ("tensor", "data"))
     assert layout.state_spec("layers mlp embed", (4, 16, 8)) == P(None, "tensor", ("fsdp", "data"))
     assert ed.Layout.create(data=8).state_spec("mlp embed", (16, 8)) == P("data", None)
-    assert layout.state_spec("layers norm", (4, 5)) == P("data", None)  # stacked layers last
+    assert layout.state_spec("layers norm", (4, 5)) == P("data", None)  # the axis of stacked layers is used last
     assert layout.state_spec("norm", (5,)) == layout.weight_spec("norm") == P(None)
     own = dataclasses.replace(layout, weights=WEIGHTS | {"embed": ("data",)})
     assert own.state_spec("embed mlp", (8, 16)) == own.weight_spec("embed mlp") == P("data", "tensor")
@@ -58,9 +58,9 @@ def test_shardings_over_data():
         (dict(data=4, tensor=2), 2),
     ],
 )
-def test_steps_are_equal_with_less_memory(sizes, parts):
-    """To the bit, but for clipping (the norm is added up in another order) and for microbatches (each
-    one's gradient is scattered)."""
+def test_shard_over_data_keeps_results_and_saves_memory(sizes, parts):
+    """Results are equal to the bit, except with clipping (the norm is summed in a different order) and with
+    microbatches (each gradient is reduce-scattered)."""
     model, found = filled(CONFIG if parts == 1 else rich_decoder(4)).place(ed.Layout.create(**sizes)), []
     for over_data in (False, True):
         optimizer = dataclasses.replace(ANY, shard_over_data=over_data, ema_decay=0.5, max_grad_norm=None)
@@ -117,8 +117,8 @@ def test_a_resumed_run_may_change_shard_over_data(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jaxlib 0.10 can't print programs of today's libtpu")
-def test_tpus_scatter_gradients_and_gather_weights():
-    """Of layers of Llama 3.2 1B in bfloat16: no gradient is added up whole, and weights are gathered once."""
+def test_tpu_step_reduce_scatters_gradients_and_gathers_weights():
+    """Two layers of Llama 3.2 1B in bfloat16: no gradient is all-reduced, and weights are gathered once."""
     layout = ed.Layout.create(data=4, devices=tpu_devices("v5p:2x2x1"))
     config = ed.get_config("llama3.2-1b")
     config = dataclasses.replace(config, blocks=config.blocks[:2], vocab_size=8192)
@@ -140,10 +140,10 @@ def test_tpus_scatter_gradients_and_gather_weights():
     assert after.gradients == pytest.approx(before.gradients / 4, rel=0.01)
     assert whole.get("all-reduce", 0) > 0.9 * weights and "all-gather" not in whole
     assert split.get("all-reduce", 0) < 0.01 * weights
-    assert weights <= split["all-gather"] < 1.1 * weights  # beside them what looks up embeddings
+    assert weights <= split["all-gather"] < 1.1 * weights  # the weights, and the gathers of the embedding lookup
     assert peak - less > 0.7 * (before.optimizer - after.optimizer)
 
 
 def _zero_size(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-    """An array of its bytes that takes none."""
+    """Return an array with the shape and `nbytes` of `leaf` that occupies almost no memory."""
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)

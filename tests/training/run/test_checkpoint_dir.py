@@ -1,4 +1,4 @@
-"""Runs with a `checkpoint_dir`: in a bucket, or on another disk than their run directory."""
+"""Test runs with a `checkpoint_dir`, such as a bucket or a different disk than the run directory."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["disk", pytest.param("bucket", marks=pytest.mark.slow)])
 def elsewhere(request, tmp_path_factory):
-    """A directory for checkpoints: a path or a URL."""
+    """Return a checkpoint directory, as a path or a URL."""
     return str(tmp_path_factory.mktemp("elsewhere") / "run") if request.param == "disk" else f"{bucket()}/elsewhere/run"
 
 
@@ -44,14 +44,14 @@ def train(run, *words, code=0, **options):
 def begin(run, corpus, *words, code=0, **options):
     given = {name.removeprefix("--").replace("-", "_"): value for name, value in (OPTIONS | QUICK).items()}
     del given["model"]
-    given["optimizer.schedule"] = "constant"  # which does not depend on the number of steps
+    given["optimizer.schedule"] = "constant"  # this schedule does not depend on the number of steps
     given["model_config"] = ROOT / "tests/fixtures/chat_llama/config.json"
     return train(run, *words, code=code, **(given | {"data": corpus} | options))
 
 
 @pytest.fixture(scope="module")
 def first(elsewhere, corpus, tmp_path_factory):
-    """The directory of a run of four steps; tests do not change it."""
+    """Return the directory of a run of four steps. Tests must not change it."""
     run = tmp_path_factory.mktemp("first") / "run"
     out, _ = begin(run, corpus, checkpoint_dir=elsewhere)
     assert re.search(rf"{re.escape(elsewhere)}\b.*metrics\.jsonl, loss\.png\b.*{re.escape(str(run))}", out)
@@ -59,8 +59,8 @@ def first(elsewhere, corpus, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_new_machine_resumes_from_the_checkpoint_directory(first, elsewhere, corpus, tmp_path):
-    """The two directories are the only flags. Metrics are those of an uninterrupted run, to the bit."""
+def test_new_machine_resumes_from_the_checkpoint_directory(first, elsewhere, corpus, tmp_path):
+    """The two directories are the only flags. Metrics equal those of an uninterrupted run to the bit."""
     assert not (first / "checkpoints").exists() and Checkpoints(elsewhere).steps == (2, 4)
     if "://" in elsewhere:
         options = ("--prompt", "the", "--max-new-tokens", 4, "--temperature", 0)
@@ -75,18 +75,18 @@ def test_a_new_machine_resumes_from_the_checkpoint_directory(first, elsewhere, c
     for name in ("step", "loss", "grad_norm", "learning_rate"):
         assert [row[name] for row in new] == [row[name] for row in whole]
     assert Checkpoints(elsewhere).steps == (2, 4, 6)
-    assert parse(["--run-dir", str(tmp_path / "new")]).checkpoint_dir == elsewhere  # without its flag
+    assert parse(["--run-dir", str(tmp_path / "new")]).checkpoint_dir == elsewhere  # without the flag
 
 
 @pytest.mark.slow
-def test_a_failed_start_on_a_new_machine_leaves_no_files(first, elsewhere, tmp_path):
+def test_failed_start_on_a_new_machine_leaves_no_files(first, elsewhere, tmp_path):
     _, err = train(tmp_path / "new", checkpoint_dir=elsewhere, seed=1, code=2)
     assert re.search(r"--seed=1\b.*\b0\b", err)
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow
-def test_a_run_stops_at_its_next_save_when_another_took_its_directory(elsewhere, corpus, tmp_path, monkeypatch):
+def test_run_stops_at_the_next_save_if_another_run_took_its_directory(elsewhere, corpus, tmp_path, monkeypatch):
     place, report = f"{elsewhere}-two", MetricsReporter.report
 
     def another(self, row):
@@ -101,8 +101,8 @@ def test_a_run_stops_at_its_next_save_when_another_took_its_directory(elsewhere,
 
 
 @pytest.mark.slow
-def test_a_machine_resumes_after_another_trained_the_run(elsewhere, corpus, tmp_path):
-    """Its metrics are replaced by those beside the checkpoints."""
+def test_machine_resumes_after_another_machine_continued_the_run(elsewhere, corpus, tmp_path):
+    """Local metrics are replaced by the metrics stored with the checkpoints."""
     place = f"{elsewhere}-back"
     begin(tmp_path / "one", corpus, checkpoint_dir=place, steps=2)
     train(tmp_path / "two", checkpoint_dir=place, steps=4)
@@ -116,8 +116,8 @@ def test_a_machine_resumes_after_another_trained_the_run(elsewhere, corpus, tmp_
 
 
 @pytest.mark.slow
-def test_missing_checkpoints_are_refused_and_not_replaced(corpus, tmp_path):
-    """As on a disk that is not mounted."""
+def test_resuming_without_the_checkpoints_is_refused(corpus, tmp_path):
+    """This happens if a disk is not mounted."""
     place, run = tmp_path / "disk", tmp_path / "run"
     begin(run, corpus, checkpoint_dir=place / "run", steps=2)
     rows = steps_of(run)
@@ -132,8 +132,8 @@ def test_missing_checkpoints_are_refused_and_not_replaced(corpus, tmp_path):
 
 
 @pytest.mark.slow(fast=("disk",))
-def test_a_new_checkpoint_directory_must_have_the_run_s_checkpoints(elsewhere, tmp_path):
-    """None at all and those of another run are refused."""
+def test_changed_checkpoint_directory_must_have_checkpoints_of_the_run(elsewhere, tmp_path):
+    """A directory without checkpoints and a directory with checkpoints of another run are refused."""
     run, place = tmp_path / "run", f"{elsewhere}-moved"
     old, new = TrainConfig(run_dir=str(run)), TrainConfig(run_dir=str(run), checkpoint_dir=place)
     save_settings(old, run / "settings.json")
@@ -154,12 +154,12 @@ def test_a_new_checkpoint_directory_must_have_the_run_s_checkpoints(elsewhere, t
         resumed(new, run)
 
 
-def test_a_url_as_run_directory_is_refused():
+def test_url_as_run_directory_is_refused():
     with refused(ConfigError, "run_dir='gs://bucket/run'", "checkpoint_dir='gs://bucket/run'"):
         TrainConfig(run_dir="gs://bucket/run")
 
 
-def test_a_checkpoint_directory_that_is_not_writable_is_refused_at_the_start(tmp_path):
+def test_unwritable_checkpoint_directory_is_refused_at_the_start(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "settings.json").touch()
     place = str(tmp_path / "file/there")
@@ -171,7 +171,7 @@ def test_a_checkpoint_directory_that_is_not_writable_is_refused_at_the_start(tmp
     assert not (tmp_path / "run").exists()
 
 
-def test_foreign_files_beside_checkpoints_are_not_changed(tmp_path):
+def test_unrelated_files_in_the_checkpoint_directory_are_not_changed(tmp_path):
     place = tmp_path / "there" / "run"
     place.mkdir(parents=True)
     (place / "probe").write_text("mine")
@@ -182,7 +182,7 @@ def test_foreign_files_beside_checkpoints_are_not_changed(tmp_path):
     assert {path.name: path.read_text() for path in place.iterdir()} == {"probe": "mine", "metrics.jsonl": "mine"}
 
 
-def test_backup_is_restored_unchanged(tmp_path):
+def test_backup_of_the_run_directory_is_restored_exactly(tmp_path):
     (tmp_path / "run/source/deep").mkdir(parents=True)
     (tmp_path / "run/source/deep/a").write_bytes(b"\x00")
     (tmp_path / "run/settings.json").write_text(json.dumps({}))

@@ -1,4 +1,4 @@
-"""The model of a run: new, from a checkpoint, or resumed."""
+"""Test the model and state of a run: new, from a checkpoint, or resumed."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ BASE = Path(__file__).parents[2] / "fixtures" / "chat_llama"
 
 
 @pytest.mark.slow
-def test_init_weights_selects_weights_by_pattern(tmp_path):
+def test_init_weights_loads_weights_by_pattern(tmp_path):
     settings = TrainConfig(init_from=str(BASE), init_weights=("embedding.*", "*.mlp.*"))
     model, base = named_leaves(new_model(run_at(settings, tmp_path))), named_leaves(ed.load_hf(BASE))
     same = {name for name in base if np.array_equal(model[name], base[name])}
@@ -44,7 +44,7 @@ def test_init_weights_selects_weights_by_pattern(tmp_path):
         new_model(run_at(TrainConfig(init_from=str(BASE), init_weights=("*.experts",)), tmp_path))
 
 
-def test_the_configuration_of_init_from_is_saved(tmp_path):
+def test_configuration_of_init_from_is_saved(tmp_path):
     model = ed.abstract_hf(BASE)
     write_source(model, tmp_path / "source")
     kept = json.loads((tmp_path / "source" / "config.json").read_text())
@@ -56,12 +56,12 @@ def test_the_configuration_of_init_from_is_saved(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_directory_is_resumed_with_its_own_model_and_tokenizer(tmp_path):
+def test_resumed_run_uses_its_saved_model_and_tokenizer(tmp_path):
     begun = TrainConfig(data=DataConfig(seed=3))
-    assert resumed(begun, tmp_path) == (begun, {})  # nothing there yet
+    assert resumed(begun, tmp_path) == (begun, {})  # the directory is empty
     save_settings(begun, tmp_path / "settings.json")
     other = dataclasses.replace(begun, model="llama3-8b")
-    assert resumed(other, tmp_path) == (other, {})  # nothing was made yet
+    assert resumed(other, tmp_path) == (other, {})  # no model was saved
     (tmp_path / "tokenizer").mkdir()
     longer = dataclasses.replace(begun, steps=900, optimizer=OptimizerConfig(eps=1e-6))
     assert resumed(longer, tmp_path) == (longer, {"steps": (400, 900), "optimizer.eps": (1e-8, 1e-6)})
@@ -80,8 +80,8 @@ def test_a_run_directory_is_resumed_with_its_own_model_and_tokenizer(tmp_path):
 
 
 @pytest.mark.slow
-def test_weight_averages_start_and_end_with_a_resumed_run(tmp_path):
-    """They start at the weights of a checkpoint without averages."""
+def test_weight_averages_can_be_added_or_removed_on_resume(tmp_path):
+    """If a checkpoint has no averages, the averages start at its weights."""
     model = ed.init(ed.get_config("gpt3-52k"), key=jax.random.key(0))
     plain, kept = (Trainer.create(OptimizerConfig(ema_decay=decay), model, steps=10) for decay in (None, 0.5))
     key = jax.random.key(1)
@@ -99,7 +99,7 @@ def test_weight_averages_start_and_end_with_a_resumed_run(tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A checkpoint of three steps, one of them skipped, by AdamW with averages; its model and state."""
+    """Return a checkpoint after three AdamW steps (one skipped) with weight averages, its model and its state."""
     model = ed.init(ed.get_config("gpt3-52k"), key=jax.random.key(0))
     optimizer = OptimizerConfig(ema_decay=0.5)
     trainer = Trainer.create(optimizer, model, steps=10)
@@ -115,7 +115,7 @@ def trained(tmp_path_factory):
 
 
 def adopted(trained, **optimizer):
-    """The checkpoint as a state of another optimizer, its arrays by path, and the lines that are logged."""
+    """Restore the checkpoint with another optimizer. Returns trainer, state, arrays by path, and logged lines."""
     folder, model, _ = trained
     trainer, lines = Trainer.create(OptimizerConfig(**optimizer), model, steps=10), []
     state, data_state, step = restore_state(Checkpoints(folder), trainer, model, jax.random.key(1), lines.append)
@@ -128,8 +128,8 @@ def assert_kept(found, before, names):
 
 
 @pytest.mark.slow
-def test_another_optimizer_starts_at_the_same_step_of_its_schedule(trained):
-    """Weights and averages stay. No two arrays share a buffer, or a step could not be donated."""
+def test_new_optimizer_continues_at_the_current_schedule_step(trained):
+    """Weights and averages do not change. Arrays must not share a buffer, because the step donates its state."""
     before = trained[2]
     for name in ("lion", "muon", "adafactor"):
         trainer, state, found, lines = adopted(trained, name=name, ema_decay=0.5)
@@ -140,7 +140,7 @@ def test_another_optimizer_starts_at_the_same_step_of_its_schedule(trained):
         different = {path for path, leaf in own.items() if not np.array_equal(leaf, fresh[path])}
         assert different and all(path.endswith("count") and int(own[path]) == 2 for path in different)
         alone = {path for path in own if path.endswith("count")} - different
-        assert all(int(own[path]) == 0 for path in alone) and alone  # counters of the moments
+        assert all(int(own[path]) == 0 for path in alone) and alone  # step counters of the moments
         places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.optimizer)]
         assert len(set(places)) == len(places)
         (line,) = lines
@@ -148,8 +148,8 @@ def test_another_optimizer_starts_at_the_same_step_of_its_schedule(trained):
 
 
 @pytest.mark.slow
-def test_a_change_of_the_trainable_weights(trained):
-    """Fewer weights keep the optimizer's state, more weights get a new one; averages follow the trainable weights."""
+def test_trainable_weights_may_change_on_resume(trained):
+    """With fewer trainable weights the optimizer state is kept; with more trainable weights it is new."""
     before = trained[2]
     trainer, state, found, lines = adopted(trained, trainable=("*.mlp.*",), ema_decay=0.5)
     assert set(state.ema) == trainer.trainable and "kept" in lines[0]
@@ -167,8 +167,8 @@ def test_a_change_of_the_trainable_weights(trained):
 
 
 @pytest.mark.slow
-def test_trained_weights_are_those_of_the_checkpoint(tmp_path):
-    """Its patterns may have matched buffers in an earlier version; all other weights keep their moments."""
+def test_trainable_weights_are_read_from_the_checkpoint(tmp_path):
+    """The checkpoint may contain moments of buffers. All other weights keep their moments."""
     model = ed.init(read_config(BASE.parent / "gemma4_dense")[0], key=jax.random.key(0))
     optimizer, named = OptimizerConfig(name="muon", ema_decay=0.5), ("*", "*.residual.scale")
     trainer, earlier = (
@@ -192,14 +192,14 @@ def test_trained_weights_are_those_of_the_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_same_optimizer_keeps_its_state(trained):
+def test_unchanged_optimizer_keeps_its_state(trained):
     _, _, found, lines = adopted(trained, ema_decay=0.5, learning_rate=1e-2)
     assert lines == []
     assert_kept(found, trained[2], list(trained[2]))
 
 
-def test_learning_settings_of_a_trained_run_need_allow_changes(tmp_path):
-    """The number of steps and devices may change. An error lists all changes that are refused."""
+def test_changed_learning_settings_need_allow_changes(tmp_path):
+    """The numbers of steps and devices may change. The error lists all refused changes."""
     save_settings(TrainConfig(), tmp_path / "settings.json")
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(4, {"x": jnp.zeros(2)}, data_state={"row": 3}, config="")
@@ -218,8 +218,8 @@ def test_learning_settings_of_a_trained_run_need_allow_changes(tmp_path):
 
 
 @pytest.mark.slow
-def test_weights_and_averages_are_of_one_step(tmp_path, monkeypatch):
-    """Also if another checkpoint is saved while they are read."""
+def test_weights_and_averages_are_loaded_from_the_same_step(tmp_path, monkeypatch):
+    """This holds even if a checkpoint is saved while the weights are read."""
     settings = TrainConfig(model="gpt3-52k", optimizer=OptimizerConfig(ema_decay=0.5, trainable=("*.mlp.*",)))
     write_config(run_at(settings, tmp_path))
     save_settings(settings, tmp_path / "settings.json")
@@ -243,8 +243,8 @@ def test_weights_and_averages_are_of_one_step(tmp_path, monkeypatch):
         assert all(np.array_equal(found[name], want[name]) for name in want)
 
 
-def test_init_from_may_change_before_the_first_step(tmp_path):
-    """A start without init_from keeps that of the start before."""
+def test_init_from_may_change_before_the_first_checkpoint(tmp_path):
+    """If the flag is missing, the previous init_from is used."""
     first = TrainConfig(init_from="a/b", run_dir=str(tmp_path))
     save_settings(first, tmp_path / "settings.json")
     (tmp_path / "source").mkdir()
@@ -261,8 +261,8 @@ def test_init_from_may_change_before_the_first_step(tmp_path):
         resumed(other, tmp_path)
 
 
-def test_settings_are_written_before_the_configuration(tmp_path, monkeypatch):
-    """A killed start never leaves the configuration of another start's model."""
+def test_settings_are_saved_before_the_configuration(tmp_path, monkeypatch):
+    """If the program is killed between the writes, the configuration never belongs to other settings."""
     write_config(RunDirectory(TrainConfig(model="gpt3-52k", run_dir=str(tmp_path))), save=True)
     settings = TrainConfig(model="tiny", run_dir=str(tmp_path))
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Distillation runs: losses, exact resuming, saved and served teachers, and teachers that are refused."""
+"""Test distillation runs: losses, exact resuming, saved and served teachers, and refused teachers."""
 
 import contextlib
 import dataclasses
@@ -35,7 +35,7 @@ WORDS = ["the", "cat", "sat", "on", "a", "mat", "many", "birds", "sing", "in", "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Conversations, and a teacher with the student's configuration and other weights."""
+    """Return a folder with conversations and a teacher that differs from the student only in its weights."""
     folder, draws = tmp_path_factory.mktemp("distill"), np.random.default_rng(0)
     text = lambda count: " ".join(draws.choice(WORDS, count))  # noqa: E731
     talks = [{"prompt": text(3), "completion": text(4)} for _ in range(24)]
@@ -76,7 +76,7 @@ def metrics_of(folder, name):
 
 
 @pytest.mark.slow
-def test_a_student_learns_and_resumes_exactly(folder):
+def test_distillation_reduces_the_loss_and_resumes_exactly(folder):
     _, err = train(folder, "whole")
     rows = steps_of(folder / "whole")
     (loss,) = (row["eval_loss"] for row in read_metrics(folder / "whole" / "metrics.jsonl") if "eval_loss" in row)
@@ -90,7 +90,7 @@ def test_a_student_learns_and_resumes_exactly(folder):
 
 
 @pytest.mark.slow
-def test_a_student_that_is_its_own_teacher_has_no_gradient(folder):
+def test_teacher_equal_to_the_student_gives_zero_gradient(folder):
     for kind in ("forward", "reverse", "jsd", "jsd_scaled"):
         train(folder, f"same {kind}", steps=1, distill__teacher=STUDENT, distill__divergence=kind)
         [row] = steps_of(folder / f"same {kind}")
@@ -98,7 +98,7 @@ def test_a_student_that_is_its_own_teacher_has_no_gradient(folder):
 
 
 @pytest.mark.slow
-def test_distance_of_hidden_states_falls(folder):
+def test_distance_of_hidden_states_decreases(folder):
     train(folder, "hidden", distill__alpha=0.5, distill__hidden__weight=2, distill__hidden__distance="mse")
     rows = [(row["hidden_distance"], row["divergence"]) for row in steps_of(folder / "hidden")]
     assert rows[-1][0] < rows[0][0] and rows[-1][1] > 0
@@ -109,8 +109,8 @@ def test_distance_of_hidden_states_falls(folder):
 
 
 @pytest.mark.slow
-def test_a_projection_for_a_wider_teacher(folder):
-    """Checkpoints have it with its moments and averages, loaded and exported models do not, and resuming is exact."""
+def test_projection_to_a_wider_teacher(folder):
+    """Checkpoints contain the projection, its moments and averages; exported models do not. Resuming is exact."""
     student = ed.load_hf(STUDENT).config
     ed.save_hf(ed.init(dataclasses.replace(student, embed_dim=48), key=jax.random.key(5)), folder / "wide")
     for file in STUDENT.glob("*token*"):
@@ -140,7 +140,7 @@ def test_a_projection_for_a_wider_teacher(folder):
 
 @pytest.mark.slow
 def test_top_tokens_are_saved_and_reused(folder):
-    """All tokens but one equal the teacher up to half precision. A run with saved tokens needs no teacher."""
+    """All tokens except one equal the full teacher up to float16. A run with saved top tokens needs no teacher."""
     size = ed.load_hf(STUDENT).config.vocab_size
     kept = {"distill.saved": folder / "kept", "distill.temperature": 2}
     train(folder, "exact", **{"distill.temperature": 2})
@@ -158,7 +158,7 @@ def test_top_tokens_are_saved_and_reused(folder):
 
 @contextlib.contextmanager
 def served(teacher):
-    """The address of a server of a teacher in this process."""
+    """Serve a teacher in this process and return the URL."""
     sock, model = bind("127.0.0.1", 0), ed.load_hf(teacher)
     config = ApiConfig(name="teacher", max_length=64, vocab_size=model.config.vocab_size)
     engine = Engine(model, EngineConfig(max_batch_size=4, max_length=64))
@@ -171,8 +171,8 @@ def served(teacher):
 
 
 @pytest.mark.slow
-def test_a_served_teacher_equals_a_loaded_one(folder):
-    """Saved answers need no server. Another vocabulary and too many top tokens are refused."""
+def test_teacher_from_a_server_equals_loaded_teacher(folder):
+    """Saved responses need no server. A different vocabulary and too many top tokens are refused."""
     top = {"distill.top": 6}
     train(folder, "near", **top)
     with served(folder / "teacher") as address:
@@ -190,7 +190,7 @@ def test_a_served_teacher_equals_a_loaded_one(folder):
 
 
 @pytest.mark.slow
-def test_settings_of_the_loss_and_a_mesh(folder):
+def test_distillation_settings_with_a_mesh(folder):
     options = {"distill.divergence": "jsd", "distill.beta": 0.3, "distill.temperature": 2, "distill.alpha": 0.5}
     train(folder, "mixed", **options)
     rows = steps_of(folder / "mixed")
@@ -239,7 +239,7 @@ def test_bad_settings_are_refused(folder, changes, code, names):
 
 
 def _teacher_of_others(folder, name):
-    """Copy the teacher with another tokenizer."""
+    """Return a copy of the teacher with another tokenizer."""
     copy = folder / name
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(folder / "teacher", copy)

@@ -1,4 +1,4 @@
-"""Evaluation on tasks during a run: scores, and no effect on training."""
+"""Test the evaluation of tasks during a run: scores, and no effect on training."""
 
 import re
 from pathlib import Path
@@ -55,8 +55,8 @@ def train(folder: Path, name: str, *more: object) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-def test_tasks_are_evaluated_without_an_effect_on_training(folder):
-    """Losses and the last weights are equal to the bit. The score is that of `evaluate.py`."""
+def test_task_evaluation_does_not_change_training(folder):
+    """Losses and final weights are equal to the bit. The scores equal those of `evaluate`."""
     train(folder, "plain")
     tasks = ("--eval-tasks", f"{folder}/tasks.py:letters", "--eval-task-examples", 2)
     with mock.patch.object(task_evaluator, "evaluate_task", side_effect=evaluate_task) as evaluated:
@@ -77,7 +77,7 @@ def test_tasks_are_evaluated_without_an_effect_on_training(folder):
 
 
 class Shown:
-    """The lines and rows of an evaluation on tasks after step 7."""
+    """Logged lines and metric rows of a task evaluation after step 7."""
 
     def __init__(self, evaluate, stopped: bool = False):
         self.lines, self.rows = [], []
@@ -87,7 +87,7 @@ class Shown:
         self.tasks.evaluate(7, state, is_last=True)
 
 
-def test_a_failing_evaluation_is_a_warning():
+def test_failed_evaluation_is_reported_as_a_warning():
     def evaluate(text, *, examples, progress):
         raise ValueError("of the grade")
 
@@ -97,7 +97,7 @@ def test_a_failing_evaluation_is_a_warning():
     assert shown.rows == shown.tasks.lines == []
 
 
-def test_a_signal_ends_an_evaluation():
+def test_signal_stops_an_evaluation():
     def evaluate(text, *, examples, progress):
         progress(1)
         return TaskResults([])
@@ -115,7 +115,7 @@ def test_a_signal_ends_an_evaluation():
         pytest.param("none.py:letters", ["'letters'"], id="file"),
     ],
 )
-def test_bad_tasks_are_refused_before_the_first_step(folder, task, names):
+def test_invalid_tasks_are_refused_before_the_first_step(folder, task, names):
     words = ("--run-dir", folder / "mistake", "--data", folder / "text", *flags(OPTIONS))
     _, err = call("train", *words, "--eval-tasks", f"{folder}/{task}", code=2)
     assert_names(err, "--eval-tasks='", folder / task.partition(":")[0], *names)

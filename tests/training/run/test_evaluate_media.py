@@ -1,4 +1,4 @@
-"""Images in files around a run: where they are, whose tokens are kept, what is held out, questions about them."""
+"""Test image files in runs: paths, cached tokens, held-out documents, and questions about images."""
 
 import json
 import re
@@ -45,13 +45,13 @@ def write(path: Path, *records: dict) -> str:
     return str(path)
 
 
-def asked(number: int, *names: str, text: str = "w2") -> dict:
+def conversation(number: int, *names: str, text: str = "w2") -> dict:
     words = "".join(f"{SEEN} " for _ in names) + f"{text}{number % 10} "
     return {"prompt": words, "completion": f"w{30 + number % 20}", **({"images": list(names)} if names else {})}
 
 
 def opened(model: Path, run: Path, *paths, make=make_dataset, held_out=0.0, **settings):
-    """The batches of some data, and the reader of their images."""
+    """Return the batches of a data set and the reader of its images."""
     reader = ProcessorReader(str(model), IMAGE)
     data = DataConfig(
         path=[str(path) for path in paths],
@@ -69,10 +69,10 @@ def placeholders_of(store) -> list[int]:
 @pytest.mark.slow(fast=("files",))
 @pytest.mark.parametrize("form", ["files", "directory", "pattern"])
 def test_relative_image_paths_start_at_the_data_file(model, tmp_path, form):
-    """Three files with the same content and image names, in directories with dots and behind a link."""
+    """Three files have the same content and image names, in directories with dots and behind a symbolic link."""
     root = tmp_path / "data.v2"
     for folder, width in (("a", 8), ("b.1", 16), ("deep/er", 24)):
-        write(root / folder / "x.jsonl", asked(1, "1.png"))
+        write(root / folder / "x.jsonl", conversation(1, "1.png"))
         save_image(root / folder / "1.png", width, 8)
     (tmp_path / "link").symlink_to("data.v2")
     paths = {
@@ -87,7 +87,7 @@ def test_relative_image_paths_start_at_the_data_file(model, tmp_path, form):
         assert folders == [root / one for one in ("a", "b.1", "deep/er")]
         assert (
             len({float(batches.store.shard(number).split_hashes[0]) for number in range(3)}) == 1
-        )  # draws depend on the content
+        )  # the held-out split depends on a hash of the content
         assert [reader.pixels(batches.store.media(document)[0]).shape[1] for document in range(3)] == [8, 16, 24]
         assert next(batches).media.index.shape == (2, 160)
     names = [batches.store.name(document).split(" of ")[0] for document in range(3)]
@@ -104,10 +104,10 @@ def test_relative_image_paths_in_remote_files_are_refused(model, tmp_path):
 
 
 @pytest.mark.slow
-def test_processors_with_equal_files_share_tokens(model, tmp_path):
-    """Their directories may differ; other settings make other tokens."""
+def test_equal_processors_share_cached_tokens(model, tmp_path):
+    """The directories may differ. Different settings give different tokens."""
     save_image(tmp_path / "1.png", 8, 8)
-    data = write(tmp_path / "x.jsonl", *(asked(number, "1.png") for number in range(3)))
+    data = write(tmp_path / "x.jsonl", *(conversation(number, "1.png") for number in range(3)))
     copy = shutil.copytree(model, tmp_path / "copy")
     rules = copy / "preprocessor_config.json"
     rules.write_text(json.dumps(json.loads(rules.read_text()), indent=4))
@@ -126,12 +126,12 @@ def test_processors_with_equal_files_share_tokens(model, tmp_path):
 
 @pytest.mark.slow(fast=("no-targets",))
 @pytest.mark.parametrize("kind", ["images", "parts", "no-targets"])
-def test_few_documents_have_a_held_out_part(model, tmp_path, kind):
-    """The document with the smallest draw is held out, whatever its images are and whichever documents are dropped."""
+def test_small_corpora_have_a_held_out_document(model, tmp_path, kind):
+    """The document with the smallest hash is held out, independently of its images and of dropped documents."""
     save_image(tmp_path / "1.png", 8, 8)
     part = [{"type": "image", "image": "1.png"}, {"type": "text", "text": "w20"}]
     for number in range(3 if kind == "parts" else 6):
-        records: list[dict] = [asked(10 * number + one, "1.png") for one in range(8)]
+        records: list[dict] = [conversation(10 * number + one, "1.png") for one in range(8)]
         if kind == "parts":
             answers = [{"role": "assistant", "content": f"w{30 + one} w{10 + number}"} for one in range(8)]
             records = [{"messages": [{"role": "user", "content": part}, answer]} for answer in answers]
@@ -143,8 +143,8 @@ def test_few_documents_have_a_held_out_part(model, tmp_path, kind):
         assert counts[0] >= 1 and counts[1] >= 1 and sum(counts) == (2 if kind == "no-targets" else 8)
 
 
-def test_tokenizer_training_has_no_held_out_text(model, tmp_path):
-    """Also if the document with the smallest draw has no targets."""
+def test_tokenizer_training_excludes_held_out_text(model, tmp_path):
+    """This also holds if the document with the smallest hash has no targets."""
     records = [{"prompt": f"w{one} ", "completion": f"w{one}" * (one % 3 == 0)} for one in range(12)]
     data = write(tmp_path / "x.jsonl", *records)
     sets, _ = opened(model, tmp_path / "run", data, make=make_held_out_sets, held_out=1e-6)
@@ -168,7 +168,7 @@ def question(tokens: list[int], targets: list[int]) -> Question | None:
     ],
     ids=["image", "caption", "image-and-video", "later-turn", "no-answer"],
 )
-def test_a_question_ends_before_the_first_answer_after_its_last_image(tokens, targets, prompt, answer):
+def test_question_ends_before_the_first_answer_after_the_last_image(tokens, targets, prompt, answer):
     found = question(tokens, targets)
     assert (found is None) == (answer is None)
     if found is not None:
@@ -176,7 +176,7 @@ def test_a_question_ends_before_the_first_answer_after_its_last_image(tokens, ta
 
 
 class FakeGenerate:
-    """Replaces `generate`: row n gets text n."""
+    """Replacement of `generate` that returns text n for row n."""
 
     def __init__(self, *texts: str):
         self.texts, self.sizes, self.stops = [[int(word[1:]) for word in text.split()] for text in texts], [], set()
@@ -194,11 +194,11 @@ class FakeGenerate:
         return found
 
 
-def test_questions_are_asked_a_few_at_a_time(model, tmp_path, monkeypatch):
-    """Documents without images are skipped. A generated text is right if it starts with the answer."""
+def test_questions_are_generated_in_small_batches(model, tmp_path, monkeypatch):
+    """Documents without images are skipped. A generated text is correct if it starts with the answer."""
     for number in range(2):
         save_image(tmp_path / f"{number}.png", 8 + 8 * number, 8)
-    records = [asked(5), *(asked(one, "0.png", *["1.png"] * (one % 2)) for one in range(5))]
+    records = [conversation(5), *(conversation(one, "0.png", *["1.png"] * (one % 2)) for one in range(5))]
     data = write(tmp_path / "x.jsonl", *records)
     sets, reader = opened(model, tmp_path / "run", data, make=make_held_out_sets, held_out_path=data)
     generate = FakeGenerate("w30 w63", "w31 w5 w63", "w9 w63", "w33 w63", "w34 w63")
@@ -226,7 +226,7 @@ def test_questions_are_asked_a_few_at_a_time(model, tmp_path, monkeypatch):
     sets, reader = opened(
         model,
         tmp_path / "plain",
-        write(tmp_path / "t.jsonl", *map(asked, range(4))),
+        write(tmp_path / "t.jsonl", *map(conversation, range(4))),
         make=make_held_out_sets,
         held_out=0.5,
     )
@@ -234,25 +234,25 @@ def test_questions_are_asked_a_few_at_a_time(model, tmp_path, monkeypatch):
     assert ask() == []
 
 
-def test_a_description_counts_images_and_shows_each_as_one(model, tmp_path):
+def test_description_counts_images_and_collapses_placeholders(model, tmp_path):
     for number in range(2):
         save_image(tmp_path / f"{number}.png", 8 + 32 * number, 8)
-    data = write(tmp_path / "x.jsonl", asked(0), asked(1, "0.png"), asked(2, "1.png", "0.png"))
+    data = write(tmp_path / "x.jsonl", conversation(0), conversation(1, "0.png"), conversation(2, "1.png", "0.png"))
     config = DataConfig(path=data, seq_len=16, held_out_fraction=0.0)
     text = describe_data(TrainConfig(run_dir=str(tmp_path / "run"), init_from=str(model), data=config))
     assert re.search(r"document 1\b.*\b7\b.*\b2\b.*\b1\b.*\n<4 [^>]*>w21⟦w31 w63⟧", text)  # tokens, targets, images
     assert re.search(r"\b2\b.*\n<24 [^>]*>w22", text)
     images, longer, uncut = text.splitlines()[-3:]
-    assert re.match(r"3\b.*\b2\b", images)  # images and their documents
+    assert re.match(r"3\b.*\b2\b", images)  # number of images and of documents with images
     assert re.match(r"1\b.*--seq-len 16\b", longer) and re.match(r"1\b", uncut)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "captions"])
-def test_a_vision_language_model_is_trained_on_any_document(model, tmp_path, kind):
+def test_vision_language_model_trains_on_all_kinds_of_documents(model, tmp_path, kind):
     save_image(tmp_path / "1.png", 8, 8)
     caption = {"text": f"w2 {SEEN} w30 w11", "images": ["1.png"]}
-    data = write(tmp_path / "x.jsonl", *(asked(one) if kind == "text" else caption for one in range(20)))
+    data = write(tmp_path / "x.jsonl", *(conversation(one) if kind == "text" else caption for one in range(20)))
     flags = ("--steps", 2, "--eval-every", 1, "--seq-len", 64, "--batch-size", 2, "--sample-tokens", 4)
     out, _ = call(
         "train", "--run-dir", tmp_path / "run", "--init-from", model, "--data", data, "--held-out", data, *flags

@@ -1,4 +1,4 @@
-"""The run directory and all exports have the chat template and the end-of-turn tokens of the training data."""
+"""Test that run directories and exports have the chat template and end-of-turn tokens of the training data."""
 
 import dataclasses
 import hashlib
@@ -55,13 +55,13 @@ def base_model(folder: Path, place: str, eos: int = USER) -> Path:
     return folder
 
 
-def content_of(folder: Path) -> dict[str, str]:
+def chat_files(folder: Path) -> dict[str, str]:
     files = (file for file in folder.rglob("*") if file.is_file())
     return {str(file.relative_to(folder)): hashlib.md5(file.read_bytes()).hexdigest() for file in files}
 
 
 def start(folder: Path, base: Path, *, template: str | None = NEW, tokenizer: str | None = None) -> RunDirectory:
-    """Make a run directory as the start of a run does. Its data are conversations."""
+    """Create a run directory as the start of a run does. The data are conversations."""
     file = folder / "new.jinja"
     if template is not None:
         file.write_text(template)
@@ -93,9 +93,9 @@ def eos_ids(folder: Path, name: str) -> set[int]:
 
 @pytest.mark.slow(fast=("none", "all"))
 @pytest.mark.parametrize("place", PLACES)
-def test_exports_stop_at_the_end_of_turns_and_have_one_template(place, tmp_path):
+def test_exports_have_end_of_turn_tokens_and_one_template(place, tmp_path):
     base = base_model(tmp_path / "base", place)
-    before = content_of(base)
+    before = chat_files(base)
     run = start(tmp_path, base)
     model = ed.load_hf(base)
     export_run(dataclasses.replace(model, origin=ed.abstract_hf(base).origin), run, tmp_path / "out")
@@ -114,20 +114,20 @@ def test_exports_stop_at_the_end_of_turns_and_have_one_template(place, tmp_path)
     metadata = read_gguf(tmp_path / "out.gguf").metadata
     assert metadata[TEMPLATE] == NEW and set(stop_ids(metadata)) == {USER, END}
     assert END in (metadata[KEYS + "eos_token_id"], metadata[KEYS + "eot_token_id"])
-    assert content_of(base) == before  # the directory of the user is unchanged
+    assert chat_files(base) == before  # the user's directory is unchanged
 
 
-def test_a_resumed_run_does_not_need_the_template_file(tmp_path):
+def test_resumed_run_does_not_need_the_template_file(tmp_path):
     run = start(tmp_path, base_model(tmp_path / "base", "all"))
     (tmp_path / "new.jinja").unlink()
-    files = content_of(run.source_dir)
+    files = chat_files(run.source_dir)
     run.write_template()
     assert run.write_stop_ids(load_tokenizer(run.path / "tokenizer")) == ()
     template = run.template()
-    assert template is not None and template.source == NEW and content_of(run.source_dir) == files
+    assert template is not None and template.source == NEW and chat_files(run.source_dir) == files
 
 
-def test_a_run_with_another_tokenizer_has_its_template_and_stop_ids(tmp_path):
+def test_run_with_another_tokenizer_uses_its_template_and_stop_ids(tmp_path):
     base, other = base_model(tmp_path / "base", "config"), base_model(tmp_path / "other", "none")
     (other / "chat_template.jinja").write_text(NEW)
     run = start(tmp_path, base, template=None, tokenizer=str(other))
@@ -143,7 +143,7 @@ def test_a_run_with_another_tokenizer_has_its_template_and_stop_ids(tmp_path):
 
 @pytest.mark.slow(fast=("plain text",))
 @pytest.mark.parametrize("change", ["plain text", "template writes eos", "prompts have eos"])
-def test_the_tokenizer_keeps_its_eos_if_eos_has_another_use(change, tmp_path):
+def test_tokenizer_keeps_its_eos_if_eos_has_another_use(change, tmp_path):
     template = NEW + "{{ eos_token }}" if change == "template writes eos" else NEW
     base = base_model(tmp_path / "base", "none")
     if change == "prompts have eos":
@@ -157,12 +157,14 @@ def test_the_tokenizer_keeps_its_eos_if_eos_has_another_use(change, tmp_path):
     assert END in load_text_model(tmp_path / "out").stop_ids
 
 
-def test_only_the_loaded_template_of_a_model_is_kept(tmp_path):
+def test_only_the_loaded_template_of_the_model_is_saved(tmp_path):
     base = base_model(tmp_path / "base", "all")
     run = start(tmp_path, base, template=None)
     used = load_chat_template(base)
     assert used is not None and load_chat_template(run.source_dir) == dataclasses.replace(
         used, where=str(run.source_dir / "chat_template.jinja")
     )
-    assert sorted(templates_in(run.source_dir)) == sorted([OLD + "j", OLD])  # the default one, and that for tools
+    assert sorted(templates_in(run.source_dir)) == sorted(
+        [OLD + "j", OLD]
+    )  # the default template and the template for tools
     assert isinstance(load_tokenizer(run.source_dir), JsonTokenizer)

@@ -1,4 +1,4 @@
-"""The training program in this process: every setting has an effect, and all ways to compute give the same losses."""
+"""Run the training program in this process: settings have an effect, and execution options keep the losses."""
 
 import contextlib
 import json
@@ -60,11 +60,11 @@ OPTIONS = {
     "--checkpoint-every": 2,
     "--held-out-fraction": 0.2,
 }
-QUICK = {"--held-out-fraction": 0, "--sample-tokens": 0, "--eval-every": 0}  # nothing but steps is compiled
+QUICK = {"--held-out-fraction": 0, "--sample-tokens": 0, "--eval-every": 0}  # only the step is compiled
 
 
 class Trained:
-    """A run from its first to its last step: its directory, output, metrics and the program of its first step."""
+    """Result of a training run: directory, output, metrics and the compiled step."""
 
     def __init__(self, folder: Path, *words: object, devices: int = 1, code: int = 0, **options: object):
         self.dir = folder
@@ -103,7 +103,7 @@ def error_of(err: str) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Texts of some 200 bytes, and others of 5 in records with a field `body`."""
+    """Return a folder with texts of about 200 bytes, and texts of 5 bytes in records with a field `body`."""
     folder = tmp_path_factory.mktemp("run")
     write_corpus(folder / "texts", 20, 40)
     (folder / "short.jsonl").write_text("\n".join(json.dumps({"body": f"{n} cat"}) for n in range(100, 150)))
@@ -118,7 +118,7 @@ def base(folder):
 
 @pytest.fixture(scope="module")
 def sharded(folder):
-    """Computes the same losses as `base` in another way."""
+    """Return a run with the losses of `base` on a mesh and with other execution options."""
     writer = types.SimpleNamespace(add_scalar=lambda *_: None, close=lambda: None)
     fake = types.SimpleNamespace(SummaryWriter=mock.Mock(return_value=writer), __spec__="found")
     words = ("--layer-stats", "--step.no-fused-loss", "--trackers", "tensorboard")
@@ -132,7 +132,7 @@ def sharded(folder):
 
 @pytest.fixture(scope="module")
 def other(folder):
-    """Settings that change what is computed."""
+    """Return a run with settings that change the computation."""
     options = dict(seed=1, dtype="bfloat16", step__z_loss=0.1, text_field="body", held_out=folder / "held_out")
     options |= dict(optimizer__schedule="wsd", optimizer__warmup_steps=1, optimizer__decay_fraction=0.5)
     options |= dict(optimizer__min_lr_ratio=0.2, optimizer__learning_rate=1e-2, mesh__data=4, mesh__context=2)
@@ -156,20 +156,20 @@ def test_run_reports_metrics_losses_and_a_sample(base):
     assert list(base.held_out) == [2, 4]
     assert load_tokenizer(base.dir / "tokenizer").vocab_size == 259
     assert (base.dir / "loss.png").read_bytes().startswith(b"\x89PNG") and str(base.dir) in base.out
-    loss, tokens, size = base.held_out[4], 1007, 1002  # bytes are tokens; each document has an end as well
+    loss, tokens, size = base.held_out[4], 1007, 1002  # a byte is a token, and each document has an end token
     assert_names(base.out, f"{loss:.4f}", f"{tokens:,}", f"{loss * tokens / size:.4f}", f"{size:,}")
     assert 0.5 < float(re.search(r"gzip -9\D+([\d.]+)", base.out)[1]) < 3
     assert re.search(r"^the.", base.out, re.MULTILINE)
 
 
 @pytest.mark.slow
-def test_sharded_run_has_the_same_losses(base, sharded):
+def test_sharded_run_equals_single_device(base, sharded):
     for name in ("loss", "grad_norm", "accuracy", "tokens", "learning_rate", "epochs"):
         assert_allclose(sharded.column(name), base.column(name), rtol=2e-5, err_msg=name)
     assert_names(sharded.err, "fsdp=4", "tensor=2")
     assert "fsdp=" not in base.err
     assert "remat" in sharded.program and "remat" not in base.program
-    assert "4,16,1024]" in sharded.program and "4,16,1024]" not in base.program  # half of the rows at a time
+    assert "4,16,1024]" in sharded.program and "4,16,1024]" not in base.program  # a microbatch has half of the rows
     assert sharded.plain_loss.called and not base.plain_loss.called
     assert [len(row["activations/mean"]) for row in sharded.rows] == [1] * 4
     assert not any("activations/mean" in row for row in base.rows)
@@ -181,7 +181,7 @@ def test_sharded_run_has_the_same_losses(base, sharded):
 @pytest.mark.slow
 def test_settings_change_the_computation(base, other):
     assert "bf16[" in other.program and "bf16[" not in base.program
-    assert all(row["loss"] > row["nll"] + 1 for row in other.rows)  # 0.1 log(Z)^2 with Z of 1024 logits near zero
+    assert all(row["loss"] > row["nll"] + 1 for row in other.rows)  # the z-loss 0.1 log(Z)^2 of 1024 logits near zero
     assert_names(other.err, "data=4", "context=2")
     assert "sizes=(4, 4, 4, 4)" in other.program and "sizes=(4, 4, 4, 4)" not in base.program  # rows of sixteen tokens
     assert " all_to_all[" in other.program and " all_to_all[" not in base.program
@@ -194,7 +194,7 @@ def test_settings_change_the_computation(base, other):
     assert other.column("nll")[0] != pytest.approx(base.column("nll")[0], abs=1e-4), "other weights"
 
 
-def test_bounds_of_memory_reach_the_model():
+def test_memory_limits_are_passed_to_the_model():
     execution = TrainConfig(head_bytes=5, exchange_bytes=7, batch_split=3).execution()
     assert (execution.head_bytes, execution.exchange_bytes, execution.batch_split) == (5, 7, 3)
     with refused(ConfigError, "exchange_bytes=0"):
@@ -203,7 +203,7 @@ def test_bounds_of_memory_reach_the_model():
 
 @pytest.mark.slow
 def test_optimizer_settings_take_effect(base, folder):
-    """With eps = 1 AdamW's step is nearly the gradient, so that its norm shows."""
+    """With eps = 1 the update of AdamW is proportional to the gradient, so that the gradient norm has an effect."""
 
     def losses(name: str, **options: object) -> list[float]:
         rate = {"optimizer__learning_rate": 0.1, "optimizer__schedule": "constant"}
@@ -241,7 +241,7 @@ def test_mfu_is_at_most_one(folder):
 
 
 @pytest.mark.slow
-def test_mixture_reports_each_source_and_resumes_with_other_weights(folder):
+def test_mixture_reports_sources_and_resumes_with_other_weights(folder):
     options = dict(steps=2, eval_every=0, sample_tokens=0)
     (folder / "numbers.txt").write_text("\n".join(str(number) for number in range(90_000)))  # many documents
     words = ("--data", f"{folder / 'texts'}=0.75", f"{folder / 'numbers.txt'}=0.25")
@@ -256,7 +256,7 @@ def test_mixture_reports_each_source_and_resumes_with_other_weights(folder):
     assert min(losses.values()) < losses["eval_loss"] < max(losses.values())
     printed = [f"{loss:.4f}" for loss in losses.values()]
     assert_names(run.err, *printed)
-    assert_names(run.out, *printed, "numbers", "240", "120")  # tokens of the two batches, and of one
+    assert_names(run.out, *printed, "numbers", "240", "120")  # tokens of both batches and of one batch
     assert "gzip" not in run.out
     assert set(run.rows[0]) >= {"epochs", "epochs/texts", "epochs/numbers"}
     assert run.rows[1]["epochs/texts"] == 2 * run.rows[0]["epochs/texts"] > 0
@@ -273,8 +273,8 @@ def test_mixture_reports_each_source_and_resumes_with_other_weights(folder):
 
 
 @pytest.mark.slow
-def test_bfloat16_run_gets_float32_weight_averages(folder):
-    """Averages that a resumed run asks for are evaluated and saved."""
+def test_bfloat16_run_has_float32_weight_averages(folder):
+    """Averages that are added on resume are evaluated and saved."""
     dtypes = dict(params_dtype="bfloat16", optimizer__moments_dtype="bfloat16", eval_every=0, sample_tokens=0)
     run = Trained(folder / "half", data=folder / "texts", optimizer__learning_rate=1e-2, steps=2, **dtypes)
     assert "bf16[" in run.program
@@ -299,8 +299,8 @@ def test_bfloat16_run_gets_float32_weight_averages(folder):
 
 
 @pytest.mark.slow
-def test_diverged_run_keeps_its_good_checkpoints_at_every_start(base, folder):
-    """The checkpoint of the last finite step may be useless, so the one before it stays until a finite step follows."""
+def test_diverged_run_keeps_good_checkpoints_after_restarts(base, folder):
+    """The checkpoint before the last finite step is kept until a finite step follows the last checkpoint."""
     run = shutil.copytree(base.dir, folder / "diverged")
     options = dict(optimizer__learning_rate=1e30, max_skipped=2, steps=12, eval_every=0)
     options |= dict(checkpoint_every=1, max_checkpoints=1, data=folder / "texts")
@@ -312,8 +312,8 @@ def test_diverged_run_keeps_its_good_checkpoints_at_every_start(base, folder):
         assert Checkpoints(run / "checkpoints").steps == (4, 5)
 
 
-def test_a_checkpoint_is_good_only_if_a_finite_step_follows(tmp_path):
-    """Checkpoint 10 was saved at the end of an earlier start; no step after 8 was finite."""
+def test_checkpoint_is_good_only_if_a_finite_step_follows(tmp_path):
+    """Checkpoint 10 was saved before the restart, and no step after step 8 was finite."""
     rows = [{"step": step, "skipped": step > 8} for step in range(1, 13)] + [{"step": 12, "eval_loss": 3.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     checkpoints = mock.MagicMock(spec=Checkpoints, steps=(8, 10), directory="there")
@@ -324,7 +324,7 @@ def test_a_checkpoint_is_good_only_if_a_finite_step_follows(tmp_path):
     reporter.skipped_in_a_row = 2
     with refused(EqxDecodersError, "optimizer.learning_rate") as caught:
         reporter.read(12)
-    assert re.findall(r"step (\d+)", str(caught.value)) == ["10"]  # there is none to go back to
+    assert re.findall(r"step (\d+)", str(caught.value)) == ["10"]  # no good checkpoint exists
     checkpoints.steps = (6, 8, 10)
     with refused(EqxDecodersError, "step 10", "step 6", "8, 10"):
         reporter.read(12)
@@ -340,9 +340,9 @@ def test_in_flight_steps_of_a_diverged_run_are_reported(folder):
 
 
 @pytest.mark.slow
-def test_checkpoint_is_saved_before_an_evaluation_that_fails(folder):
-    """Evaluation, sample and plot fail. Steps 2 and 5 are not finite: the checkpoint of 2 is saved at 3, and that of 5
-    replaces no other. Processes wait long for each other before the first step."""
+def test_checkpoint_is_saved_before_a_failing_evaluation(folder):
+    """Evaluation, sample and plot fail. Steps 2 and 5 are not finite: checkpoint 2 is delayed to step 3, checkpoint 5
+    replaces no other checkpoint. Before the first step, the timeout between processes is long."""
     seen, limits = [], {}
     save, report, gather = CheckpointSaver.save, MetricsReporter.report, run_module.all_gather_json
 
@@ -382,14 +382,16 @@ def test_checkpoint_is_saved_before_an_evaluation_that_fails(folder):
     warnings = [line for line in err.splitlines() if line.startswith("warning: ")]
     for step, name in ((4, fails[0]), (4, fails[1]), (5, fails[0]), (5, fails[1]), (5, "plot_losses")):
         assert any(re.search(rf"step {step}\b.*ValueError: no {name}", line) for line in warnings), (step, name)
-    assert any(re.search(r"\b1 step.*step 4\b", line) for line in warnings)  # not finite; the weights' step
+    assert any(
+        re.search(r"\b1 step.*step 4\b", line) for line in warnings
+    )  # number of non-finite steps, and the step of the weights
     assert_names(out, "checkpoints, metrics.jsonl")
     assert Checkpoints(folder / "failing" / "checkpoints").steps == (3, 4, 5)
     assert all(limits[name] == LONG_TIMEOUT for name in ("backup", "source", "tokens", "started"))
 
 
 def test_failing_evaluation_ends_a_run_of_several_processes(monkeypatch):
-    """The other processes may wait for this one, unless the work is local."""
+    """Other processes may wait for the failed process, unless the work is local."""
     warnings = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError), errors_as_warnings("the evaluation", 3, warnings.append):
@@ -399,7 +401,7 @@ def test_failing_evaluation_ends_a_run_of_several_processes(monkeypatch):
     assert len(warnings) == 1
 
 
-def test_averaged_weights_that_do_not_fit_end_no_run(monkeypatch):
+def test_out_of_memory_for_averaged_weights_is_a_warning(monkeypatch):
     def fail(state):
         raise MemoryError
 
@@ -415,7 +417,7 @@ def test_averaged_weights_that_do_not_fit_end_no_run(monkeypatch):
     assert [line.count("MemoryError") for line in warnings] == [1, 1]
 
 
-def test_a_signal_saves_no_state_after_steps_that_were_not_finite(capsys):
+def test_signal_after_non_finite_steps_saves_no_checkpoint(capsys):
     saved = []
     steps = types.SimpleNamespace(wait=lambda drop: saved.append(drop), latest=7)
     run = mock.MagicMock(spec=Run, checkpoints=steps)
@@ -449,7 +451,7 @@ def test_other_processes_wait_while_the_initial_model_is_fetched(tmp_path, monke
 
 @pytest.mark.slow
 def test_steps_are_dispatched_ahead_of_their_metrics(folder):
-    """Two steps ahead; all metrics are read before a checkpoint, in order."""
+    """The loop dispatches two steps ahead. Before a checkpoint, all metrics are read, in order."""
     seen = []
     step, report, save = Trainer.step, MetricsReporter.report, CheckpointSaver.save
 
@@ -491,7 +493,7 @@ def test_data_wait_is_reported_for_a_slow_reader(folder):
 
 
 @pytest.mark.slow
-def test_checkpoint_that_is_due_is_saved_before_a_data_error(folder):
+def test_due_checkpoint_is_saved_before_a_data_error(folder):
     real = Batches.__next__
 
     def torn(self):
@@ -508,7 +510,7 @@ def test_checkpoint_that_is_due_is_saved_before_a_data_error(folder):
 
 @pytest.mark.slow
 def test_goodput_over_two_starts(folder):
-    """Steps that were computed twice count once."""
+    """Steps that were computed twice are counted once."""
     options = QUICK | {"--checkpoint-every": 2, "--data": folder / "texts"}
     run, words = folder / "time", flags(OPTIONS | options)
     save = CheckpointSaver.save
@@ -534,7 +536,7 @@ def test_goodput_over_two_starts(folder):
 
 @pytest.mark.slow
 def test_expert_and_draft_token_metrics(folder):
-    """Each row has a figure for each layer with experts."""
+    """Each row of the metrics has a value for each layer with experts."""
     options = dict(model="tiny-moe", steps=2, sample_tokens=0, eval_every=0, mtp_depths=1)
     options |= dict(tokenizer="bpe", bpe_vocab_size=300)
     run = Trained(folder / "moe", data=folder / "texts", **options)
@@ -542,7 +544,7 @@ def test_expert_and_draft_token_metrics(folder):
     assert len(run.rows) == 2 and "load" in run.err
     for row in run.rows:
         for name in ("load", "dropped", "balance_loss", "router_z_loss", "router_entropy"):
-            assert len(row[name]) == 6, name  # the depth has experts, too
+            assert len(row[name]) == 6, name  # the MTP depth has experts, too
         assert all(1 <= load <= 2 for load in row["load"]) and row["dropped"] == [0.0] * 6
         assert all(0 < entropy < 1.39 for entropy in row["router_entropy"])
         assert len(row["mtp_nll"]) == 1 and row["loss"] > row["nll"] + 0.09 * row["mtp_nll"][0]
@@ -555,7 +557,7 @@ def test_expert_and_draft_token_metrics(folder):
 
 
 @pytest.mark.slow
-def test_a_finished_run_continues_with_more_steps(folder):
+def test_finished_run_continues_with_more_steps(folder):
     constant = dict(optimizer__schedule="constant", optimizer__warmup_steps=0, held_out_fraction=0, sample_tokens=0)
     long = Trained(folder / "long", data=folder / "texts", **constant)
     short = Trained(folder / "short", data=folder / "texts", **constant, steps=2)
@@ -582,7 +584,7 @@ def test_resumed_run_keeps_its_settings_and_reports_changes(folder):
     assert_names(err, "--steps 4 -> 6", "--optimizer.weight-decay 0.1 -> 0.03")
     assert err.count(" -> ") == 2
     assert first_step(err) == 4 and begun.column("step") == [1, 2, 3, 4, 5, 6]
-    assert begun.column("learning_rate")[4] > 2e-3  # of six steps from 1e-2; the default's peak is 3e-4
+    assert begun.column("learning_rate")[4] > 2e-3  # six steps starting at 1e-2; the default peak is 3e-4
     (entry,) = json.loads((begun.dir / "settings.json").read_text())["history"]
     assert entry["step"] == 4 and entry["changes"]["optimizer.weight_decay"] == [0.1, 0.03]
     _, err = call("train", "--run-dir", begun.dir)
@@ -602,7 +604,7 @@ def test_resumed_run_keeps_its_settings_and_reports_changes(folder):
         pytest.param({}, 2, id="trackers"),
     ],
 )
-def test_a_start_that_fails_leaves_no_files(folder, tmp_path, options, code, there):
+def test_failed_start_leaves_no_files(folder, tmp_path, options, code, there):
     run = tmp_path / "run"
     for name in there:
         run.mkdir()
@@ -618,7 +620,7 @@ def test_a_start_that_fails_leaves_no_files(folder, tmp_path, options, code, the
     "options, field",
     [
         pytest.param({"--set": "logit_soft_cap=3.0"}, "DecoderConfig.logit_soft_cap=3.0", id="logit-soft-cap"),
-        pytest.param({"--mtp-depths": 1}, None, id="mtp"),  # the draft layers are left out
+        pytest.param({"--mtp-depths": 1}, None, id="mtp"),  # draft layers are not exported
         pytest.param({"--lora.rank": 2, "--lora.targets": "*.mlp.*"}, None, id="lora"),
     ],
 )
@@ -643,8 +645,8 @@ def test_exports_need_safetensors_at_the_start(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_keeps_the_sizes_of_model_config_and_set(folder, tmp_path):
-    """It is resumed, sampled from and exported without the flags and the file, which may be of Hugging Face or JSON."""
+def test_run_keeps_the_sizes_of_model_config_and_set(folder, tmp_path):
+    """Resuming, sampling and export need neither the flags nor the file. The file is a Hugging Face or JSON config."""
     source = tmp_path / "config.json"
     source.write_text((ROOT / "tests/fixtures/chat_llama/config.json").read_text())
     read = read_config(ROOT / "tests/fixtures/chat_llama")[0]
@@ -673,7 +675,7 @@ def test_a_run_keeps_the_sizes_of_model_config_and_set(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_describe_prints_the_weights():
+def test_describe_prints_all_weights():
     out, _ = call("train", "--describe", "--model", "tiny", "--batch-size", 4)
     assert_names(out, "embedding.table", "4096 x 256", "vocab embed", "4,737,792")
     out, _ = call("train", "--describe", "--model", "llama3-70b", "--batch-size", 4, "--mesh.fsdp", 64)
@@ -688,8 +690,8 @@ CHATML += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
 @pytest.mark.slow
-def test_a_run_on_conversations_with_a_chat_template(folder):
-    """Each has 6 + 1 + 11 + 3 bytes, of which 3 are trained on; the template is kept."""
+def test_run_on_conversations_with_a_chat_template(folder):
+    """Each conversation has 6 + 1 + 11 + 3 bytes, of which 3 are targets. The template is saved."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "abc"}]
     lines = "".join(json.dumps({"messages": chat, "id": number}) + "\n" for number in range(16))
     (folder / "chats.jsonl").write_text(lines)
@@ -711,14 +713,14 @@ def test_a_run_on_conversations_with_a_chat_template(folder):
     assert_names(err, "--chat-template")
 
 
-def test_models_are_listed():
+def test_list_models_prints_model_names():
     assert {"tiny", "tiny-moe", "llama3-8b"} <= set(call("train", "--list-models")[0].split())
 
 
 @pytest.mark.slow(fast=("train-model.json", "describe-model.json"))
 @pytest.mark.parametrize("foreign", ["model.json", "metrics.jsonl", "settings.json", "data/tokens.bin", "tokenizer/a"])
 @pytest.mark.parametrize("how", [(), ("--describe-data",), ("--describe",)], ids=["train", "describe-data", "describe"])
-def test_a_directory_with_foreign_files_is_not_changed(folder, tmp_path, foreign, how):
+def test_directory_with_unrelated_files_is_not_changed(folder, tmp_path, foreign, how):
     (tmp_path / foreign).parent.mkdir(exist_ok=True)
     (tmp_path / foreign).write_text('{"step": 5, "mine": 1}\n')
     words = flags(OPTIONS | QUICK | {"--data": folder / "texts", "--run-dir": tmp_path})
@@ -728,7 +730,7 @@ def test_a_directory_with_foreign_files_is_not_changed(folder, tmp_path, foreign
     assert (tmp_path / foreign).read_text() == '{"step": 5, "mine": 1}\n'
 
 
-def test_a_run_directory_in_use_is_not_changed(folder, tmp_path):
+def test_run_directory_in_use_is_not_changed(folder, tmp_path):
     with RunLock(tmp_path):
         _, err = call("train", "--run-dir", tmp_path, *flags(OPTIONS | {"--data": folder / "texts"}), code=4)
     assert_names(error_of(err), tmp_path, f"pid {os.getpid()}")
@@ -754,14 +756,14 @@ def test_a_run_directory_in_use_is_not_changed(folder, tmp_path):
         pytest.param({"--mesh.fsdp": 3}, ["--mesh.fsdp=3", "--mesh.data=-1", "1"], id="mesh"),
     ],
 )
-def test_mistakes_are_refused_by_flag_with_an_exit_code(folder, tmp_path, options, names):
+def test_invalid_flags_are_named_with_an_exit_code(folder, tmp_path, options, names):
     words = flags(OPTIONS | QUICK | {"--data": folder / "texts", "--run-dir": tmp_path / "run"} | options)
     _, err = call("train", *words, code=3 if "--data" in options else 2)
     assert_names(error_of(err), *names)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_mesh_that_replicates_too_many_weights_is_refused(folder, tmp_path, monkeypatch):
+def test_mesh_that_replicates_too_many_weights_is_refused(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("eqx_decoders.sharding.replication.MIN_WEIGHTS", 0)
     given = OPTIONS | QUICK | {"--data": folder / "texts", "--run-dir": tmp_path / "run"}
     _, err = call("train", *flags(given | {"--mesh.fsdp": 2, "--replicated-tolerance": 0.0}), devices=2, code=2)

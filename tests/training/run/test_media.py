@@ -1,4 +1,4 @@
-"""Training with images: documents that refer to them, batches, losses, microbatches, meshes."""
+"""Test training with images: documents with image references, batches, losses, microbatches and meshes."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ CONFIG = media_decoder(
 READER = SyntheticReader.of(CONFIG)
 
 
-def test_images_are_functions_of_their_numbers():
+def test_synthetic_images_are_deterministic():
     assert READER.tokens == 4 and reader_from_json(READER.to_json()) == READER
     some = [draw(number) for number in range(200)]
     for number, one in enumerate(some[:5]):
@@ -71,7 +71,7 @@ def test_each_image_has_its_placeholders(tokens, expected):
     assert kept.tolist() == [token in (7, 8) for token in expected]
 
 
-def test_other_numbers_of_placeholders_are_refused():
+def test_wrong_numbers_of_placeholders_are_refused():
     with refused(DataError, "there: 1", "1 placeholder", "2 images"):
         READER.expand_tokens((np.asarray([256, TOKEN]), np.ones(2, bool)), ("drawn:1", "drawn:2"), "there: 1")
 
@@ -97,8 +97,8 @@ def batches(folder):
 
 
 @pytest.mark.slow
-def test_batches_have_the_images_of_their_documents(batches):
-    """In order, also for documents with two images or none. Only answers are targets."""
+def test_batches_contain_the_images_of_their_documents(batches):
+    """Images are in document order, also for documents with two images or without images. Only answers are targets."""
     seen = 0
     for _ in range(3):
         batch, pixels = next(batches), []
@@ -127,13 +127,13 @@ def test_batches_have_the_images_of_their_documents(batches):
     assert seen > 20
 
 
-def test_images_without_a_reader_and_rows_that_are_too_short_are_refused(folder):
+def test_missing_image_readers_and_short_rows_are_refused(folder):
     data = DataConfig(path=str(folder / "drawn.jsonl"), seq_len=16, held_out_fraction=0.0, cache_dir=str(folder / "c"))
     with refused(DataError, "drawn.jsonl", "images"):
         make_dataset(data, ByteTokenizer(), folder=folder / "blind")
     with refused(DataError, "document 1 of drawn.jsonl", "--seq-len 16", "40 documents") as caught:
         make_dataset(data, ByteTokenizer(), folder=folder / "short", media=(CONFIG, READER))
-    largest = max(int(number) for number in re.findall(r"\d+", str(caught.value)))  # the length that is enough
+    largest = max(int(number) for number in re.findall(r"\d+", str(caught.value)))  # the sufficient length
     enough = dataclasses.replace(data, seq_len=largest)
     make_dataset(enough, ByteTokenizer(), folder=folder / "short", media=(CONFIG, READER)).close()
 
@@ -144,7 +144,7 @@ def model():
 
 
 def example(groups: int) -> Batch:
-    """Four rows with two, one, one and no images."""
+    """Return four rows with two, one, one and zero images."""
     tokens = np.random.default_rng(0).integers(1, 200, (4, 14)).astype(np.int32)
     tokens[0, 0:4] = tokens[0, 6:10] = tokens[1, 3:7] = tokens[2, 9:13] = TOKEN
     media = ed.Media.create(CONFIG, tokens, **READER.arrays([f"drawn:{n}" for n in range(4)]), groups=groups)
@@ -157,7 +157,7 @@ def loss_of(model, batch):
 
 
 @pytest.mark.slow
-def test_groups_of_images_have_the_loss_of_one_group(model):
+def test_image_groups_do_not_change_the_loss(model):
     whole, _ = loss_of(model, example(1))
     assert float(loss_of(model, example(4))[0]) == pytest.approx(float(whole), rel=1e-5)
     mean, metrics = ed.next_token_loss(model, example(1))
@@ -185,7 +185,7 @@ def stepped(model, batch, **step):
 
 @pytest.mark.slow
 def test_microbatches_equal_one_batch(model):
-    """They need a group of images for each row."""
+    """Microbatches need one group of images per row."""
     _, plain = stepped(model, example(1))
     _, parts = stepped(model, example(4), gradient_accumulation_steps=2)
     assert float(parts.loss) == pytest.approx(float(plain.loss), rel=1e-5)
@@ -195,7 +195,7 @@ def test_microbatches_equal_one_batch(model):
 
 
 @pytest.mark.slow
-def test_an_encoder_can_be_frozen(model):
+def test_encoder_can_be_frozen(model):
     optimizer = OptimizerConfig(learning_rate=1e-2, trainable=("scanned_layers.*", "vision.projector.*"))
     trainer = Trainer.create(optimizer, model, steps=4, config=StepConfig())
     state, _ = trainer.step(trainer.init(jax.tree.map(jnp.copy, model), key=jax.random.key(0)), example(1))

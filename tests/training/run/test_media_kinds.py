@@ -1,4 +1,4 @@
-"""Training with videos and audio in files, beside images: documents, packed batches, microbatches."""
+"""Test training with video, audio and image files: documents, packed batches and microbatches."""
 
 import json
 
@@ -30,7 +30,7 @@ TEMPLATE = """{%- for message in messages %}{{ 'w1 ' if message.role == 'user' e
 {%- if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}
 {%- if part.type == 'text' %}{{ part.text }}{% else %}{{ '<|' + part.type + '_pad|> ' }}{% endif %}
 {%- endfor %}{% endif %}{{ ' w9 ' }}{% endfor %}"""
-FRAMES, SECONDS = (2, 4, 6), (0.3, 0.5, 1.3)  # of the files, by number; seconds
+FRAMES, SECONDS = (2, 4, 6), (0.3, 0.5, 1.3)  # video frames and audio seconds of the files
 VIDEO_TOKENS = [frames // 2 * 24 for frames in FRAMES]  # of 16 x 24 pixels
 AUDIO_TOKENS = [4, 7, 13 + 4]  # of 30, 50 and 130 frames, by chunks of 100
 
@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
 
 
 def batches_of(folder, name, records, **options):
-    """Batches of documents, and the reader of their files."""
+    """Return batches of documents and the reader of their files."""
     text = load_text_model(folder / name)
     reader = ProcessorReader(str(folder / name), IMAGE)
     assert reader_from_json(json.loads(json.dumps(reader.to_json()))) == reader
@@ -63,7 +63,7 @@ def batches_of(folder, name, records, **options):
 
 
 def records_with_videos():
-    """In fields and in parts; none, one, two, and one with an image. The last word identifies the record."""
+    """Return records with videos in fields or content parts. The last word identifies the record."""
     part = [{"type": kind, kind: name} for kind, name in (("video", "0.mkv"), ("image", "2.png"))]
     asked = {"role": "user", "content": [*part, {"type": "text", "text": "w20"}]}
     messages = [asked, {"role": "assistant", "content": "w33"}]
@@ -73,12 +73,12 @@ def records_with_videos():
         {"prompt": f"{CLIP} w20 {SEEN} w21 ", "completion": "w32", "images": ["1.png"], "videos": ["2.mkv"]},
         {"messages": messages},
         {"prompt": "w20 ", "completion": "w34"},
-        {"text": f"w20 {CLIP} w35", "videos": ["0.mkv"]},  # all of it is a target, except the video
+        {"text": f"w20 {CLIP} w35", "videos": ["0.mkv"]},  # all tokens except the video are targets
     ]
 
 
 def test_documents_with_videos_are_packed(folder):
-    """Each has its own pixels and placeholders, which are no targets."""
+    """Each document has its own pixels and placeholders. Placeholders are no targets."""
     _, reader, batches = batches_of(folder, "qwen2_5_vl", records_with_videos())
     known = [([0], []), ([1, 0], []), ([2], [1]), ([0], [2]), ([], []), ([0], [])]
     with batches:
@@ -96,7 +96,7 @@ def test_documents_with_videos_are_packed(folder):
             order["image"] += [str(folder / f"{one}.png") for one in images]
         assert not np.isin(row[targets], [IMAGE, VIDEO]).any()
     assert_array_equal(batch.media.index >= 0, np.isin(batch.tokens, [IMAGE, VIDEO]))
-    # videos of each row stand behind its images or between them: by what their patches sum up to
+    # Videos may come after or between the images of a row; their patches are identified by their sums.
     arrays = reader.arrays([*order["image"], *order["video"]])
     whole = sum(float(np.abs(arrays[name]).sum()) for name in ("pixel_values", "pixel_values_videos"))
     assert float(np.abs(batch.media.images.patches).sum()) == pytest.approx(whole, rel=1e-4)
@@ -104,7 +104,7 @@ def test_documents_with_videos_are_packed(folder):
 
 
 @pytest.mark.slow
-def test_microbatches_have_the_loss_of_the_whole(folder):
+def test_microbatches_equal_one_batch(folder):
     records = [record for record in records_with_videos() if "videos" in record][:2]
     found = []
     for groups in (1, 2):
@@ -116,7 +116,7 @@ def test_microbatches_have_the_loss_of_the_whole(folder):
 
 
 def test_documents_with_audio_are_packed(folder):
-    """A clip is the same alone and in a batch with longer clips."""
+    """The features of a clip do not depend on longer clips in the batch."""
     part = [{"type": "audio", "audio": "2.wav"}, {"type": "text", "text": "w20"}]
     records = [
         {"prompt": f"{HEARD} w20 ", "completion": "w30", "audios": ["0.wav"]},
@@ -151,8 +151,8 @@ def test_documents_with_audio_are_packed(folder):
         assert_array_equal(together["input_features"][place, :, :frames], alone["input_features"][0])
 
 
-def test_a_changed_file_is_refused(folder):
-    """Also if its size is the same."""
+def test_changed_file_is_refused(folder):
+    """This also holds if the size is the same."""
     record = {"prompt": f"{SEEN} w20 ", "completion": "w30", "images": ["new.png"]}
     save_image(folder / "new.png", 8, 8, 5)
     _, reader, batches = batches_of(folder, "qwen2_5_vl", [record] * 5)
@@ -165,7 +165,7 @@ def test_a_changed_file_is_refused(folder):
     assert reader.pixels(reference("video", str(folder / "0.mkv"))) is None
 
 
-def test_references_have_kind_path_and_hash():
+def test_media_references_have_kind_path_and_hash():
     assert parse_reference(reference("video", "a:b")) == ("video", "a:b", "")
     assert parse_reference("x.png") == ("image", "x.png", "")
     assert parse_reference(reference("image", "x.png", "1f")) == ("image", "x.png", "1f")
@@ -188,6 +188,6 @@ def test_references_have_kind_path_and_hash():
         pytest.param({"text": "w1", "videos": "0.mkv"}, ["'videos'", "'video'"], id="no-list"),
     ],
 )
-def test_other_numbers_and_kinds_of_files_are_refused(folder, record, names):
+def test_wrong_numbers_and_kinds_of_files_are_refused(folder, record, names):
     with refused(DataError, *names):
         batches_of(folder, "qwen2_5_vl", [record] * 3)

@@ -1,4 +1,4 @@
-"""The metrics file: exact numbers, and repair after a kill."""
+"""Test the metrics file: exact numbers, and repair after a kill."""
 
 import json
 import math
@@ -16,7 +16,7 @@ def row(step, loss: object = 2.5):
     return {"step": step, "loss": loss, "tokens": 1024, "step_seconds": 0.5}
 
 
-def test_rows_are_written_at_once_and_read_exactly(tmp_path):
+def test_rows_are_written_immediately_and_read_exactly(tmp_path):
     loss = np.float32(1 / 3)
     file = MetricsFile(tmp_path / "new/metrics.jsonl")
     file.write({**row(0), "loss": jnp.asarray(loss), "rate": jnp.bfloat16(0.1), "per_layer": np.arange(3), "on": True})
@@ -52,7 +52,7 @@ def test_resuming_drops_lost_steps_and_damaged_lines(tmp_path, tail):
     assert [r["step"] for r in read_metrics(path) if "loss" in r] == [0, 1, 2, 3, 4]
     before = path.stat().st_ino
     MetricsFile(path, start=5).close()
-    assert path.stat().st_ino == before  # nothing to drop: the file is not replaced
+    assert path.stat().st_ino == before  # no row is dropped, so the file is not replaced
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -74,7 +74,7 @@ def test_repair_is_atomic(tmp_path, monkeypatch):
     assert [r["step"] for r in read_metrics(path)] == [0]
 
 
-def test_a_row_cut_by_a_full_disk_damages_no_other(tmp_path):
+def test_row_truncated_by_a_full_disk_damages_no_other_row(tmp_path):
     file = MetricsFile(tmp_path / "m.jsonl")
     file.write(row(0))
     real = file._file

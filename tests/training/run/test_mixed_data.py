@@ -1,4 +1,4 @@
-"""Batches of mixtures, of several held-out sets and of corpora of many blocks, read from files."""
+"""Test batches of mixtures, of several held-out sets and of corpora with many blocks, read from files."""
 
 import collections
 import itertools
@@ -14,7 +14,7 @@ from eqx_decoders.data.dataset import make_dataset, make_held_out_sets, training
 from eqx_decoders.data.store import store as store_module
 from eqx_decoders.errors import ConfigError, DataError
 from tests.compare import assert_array_equal
-from tests.data.test_dataset import FIELDS, Numbers, equal, rows, take, targets_of, used
+from tests.data.test_dataset import FIELDS, NumberTokenizer, assert_equal_batches, rows, take, targets_of, used
 from tests.errors import refused
 from tests.stores import documents_of
 
@@ -24,7 +24,7 @@ SIZES = {"a": [3, 20, 7, 40, 1, 12, 30, 5, 9, 2, 2, 18], "b": [50, 4, 4, 4, 31, 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Three sources without common tokens: a has tokens from 1, b from 1001 and c from 2001."""
+    """Return a folder with sources a, b and c. Their token ids start at 1, 1001 and 2001."""
     folder = tmp_path_factory.mktemp("sources")
     for base, (name, sizes) in zip((1, 1001, 2001), SIZES.items(), strict=True):
         numbers = itertools.count(base)
@@ -42,7 +42,7 @@ def make(folder):
         settings = {"batch_size": 4, "seq_len": 16, "seed": 7, "held_out_fraction": 0.3, "path": paths, **settings}
         config, where = DataConfig(**settings), folder / (cache or f"cache {len(weights)} {settings}"[:80])
         build = make_held_out_sets if sets else make_dataset
-        found = build(config, Numbers(), folder=where, rows=share)
+        found = build(config, NumberTokenizer(), folder=where, rows=share)
         made.extend(found.values() if sets else [found])
         return found
 
@@ -55,7 +55,7 @@ def source_of(row):
     return min(int(used(row).max()) // 1000, 2)
 
 
-def test_a_mixture_has_the_shares_of_its_weights(make):
+def test_mixture_follows_its_weights(make):
     batches = make(0.7, 0.2, 0.1)
     counts = collections.Counter(map(source_of, rows(take(batches, 25))))
     assert counts == {0: 70, 1: 20, 2: 10}
@@ -68,8 +68,8 @@ def test_a_mixture_has_the_shares_of_its_weights(make):
     assert batches.source_epochs(200)["a"] == 2 * epochs["a"]
 
 
-def test_each_source_has_its_own_epochs(make):
-    """An epoch has every token once, in a new order."""
+def test_sources_have_separate_epochs(make):
+    """Each epoch contains every token once, in a new order."""
     batches = make(1, 2)
     found = rows(take(batches, 60))
     for source, part in enumerate(batches.parts):
@@ -96,7 +96,7 @@ def test_sources_of_equal_sizes_have_different_orders(make, folder):
 
 @pytest.mark.slow(fast=("1",))
 @pytest.mark.parametrize("share", [[1], [3, 0]], ids=["1", "3,0"])
-def test_a_mixture_resumes_with_other_batch_sizes_and_processes(make, share):
+def test_mixture_resumes_with_other_batch_sizes_and_processes(make, share):
     straight = rows(take(make(0.5, 0.3, 0.2, batch_size=1), 60))
     for point in (1, 7, 30):
         first = make(0.5, 0.3, 0.2, batch_size=1)
@@ -111,7 +111,7 @@ def test_a_mixture_resumes_with_other_batch_sizes_and_processes(make, share):
 
 
 @pytest.mark.slow
-def test_sources_continue_with_other_weights(make):
+def test_sources_resume_with_other_weights(make):
     first, other = make(0.5, 0.3, 0.2), make(0.1, 0.2, 0.7)
     before = rows(take(first, 10))
     other.set_state(json.loads(json.dumps(first.get_state())))
@@ -121,7 +121,7 @@ def test_sources_continue_with_other_weights(make):
     again = make(0.1, 0.2, 0.7)  # resumed a second time
     again.set_state(json.loads(json.dumps(other.get_state())))
     more = rows(take(again, 5))
-    equal(take(other, 1), [make_batch(more[:4])])
+    assert_equal_batches(take(other, 1), [make_batch(more[:4])])
     for source in range(3):
         mixed = [row["tokens"].tolist() for row in before + after + more if source_of(row) == source]
         weights = [1e-5] * 3
@@ -143,7 +143,7 @@ def test_states_of_other_sources_are_refused(make, folder):
         make(0.5, 0.5).set_state(make(path=str(folder / "a.jsonl"), cache="plain").get_state())
 
 
-def test_the_held_out_parts_of_a_mixture_are_sets(make, folder):
+def test_held_out_parts_of_a_mixture_are_separate_sets(make, folder):
     sets = make(0.7, 0.3, sets=True, cache="same")
     assert list(sets) == ["a", "b"]
     train = make(0.7, 0.3, cache="same")
@@ -156,12 +156,12 @@ def test_the_held_out_parts_of_a_mixture_are_sets(make, folder):
         assert found == held_out and sum(found.values()) == batches.parts[0].counts.targets > 0
     config = DataConfig(path=[f"{folder / name}.jsonl=1" for name in "ab"], held_out_fraction=0.3)
     with refused(ConfigError, "a, b", "make_held_out_sets"):
-        make_dataset(config, Numbers(), folder=folder / "other", split="held_out")
+        make_dataset(config, NumberTokenizer(), folder=folder / "other", split="held_out")
 
 
 @pytest.mark.parametrize("weights", [(), (1, 2)], ids=["one-source", "mixture"])
 def test_held_out_sets_have_names(make, folder, weights):
-    """The sources are then trained on without a held-out part."""
+    """With separate held-out sets, no part of the sources is held out."""
     paths = [f"x={folder / 'c.jsonl'}", f"yy={folder / 'b.jsonl'}", f"x={folder / 'a.jsonl'}"]
     options = {"held_out_path": paths, "cache": f"named {len(weights)}"}
     options |= {} if weights else {"path": str(folder / "a.jsonl")}
@@ -172,22 +172,22 @@ def test_held_out_sets_have_names(make, folder, weights):
     train = make(*weights, **options)
     assert [part.counts.documents for part in train.parts] == ([12, 8] if weights else [12])
     again = sets["x"].rewind()
-    assert next(again).tokens.max() > 2000  # c comes before a, as in the paths
+    assert next(again).tokens.max() > 2000  # c comes before a, as in `paths`
 
 
-def test_one_held_out_set_without_a_name_for_a_mixture(make, folder):
+def test_unnamed_held_out_set_for_a_mixture(make, folder):
     sets = make(1, 2, sets=True, held_out_path=str(folder / "c.jsonl"), cache="unnamed")
     assert list(sets) == [""] and set(targets_of(rows(list(sets[""])))) == {0, *range(2001, 2046)}
 
 
-def test_no_held_out_data(make, folder):
+def test_mixture_without_held_out_data(make, folder):
     assert make(1, 1, sets=True, held_out_fraction=0.0) == {}
     config = DataConfig(path=str(folder / "a.jsonl"), held_out_fraction=0.0)
     with refused(ConfigError, "DataConfig.held_out_fraction=0", "held_out_path"):
-        make_dataset(config, Numbers(), folder=folder / "none", split="held_out")
+        make_dataset(config, NumberTokenizer(), folder=folder / "none", split="held_out")
 
 
-def test_missing_data_are_named_by_their_flag(make, folder):
+def test_missing_data_are_reported_with_their_flag(make, folder):
     with refused(DataError, "--held-out", "'no/where'"):
         make(1, 1, sets=True, held_out_path=["x=no/where"], cache="none")
     with refused(DataError, "--data", "'no/where'"):
@@ -197,7 +197,7 @@ def test_missing_data_are_named_by_their_flag(make, folder):
         make(sets=True, path=[f"{folder / 'one.jsonl'}=1", f"{folder / 'a.jsonl'}=1"], cache="empty")
 
 
-def test_training_texts_of_the_tokenizer_have_the_weights_of_sources(folder):
+def test_tokenizer_training_texts_follow_the_source_weights(folder):
     paths = [f"{folder / name}.jsonl={weight}" for name, weight in (("a", 0.25), ("b", 0.75))]
     texts = list(training_texts(DataConfig(path=paths, held_out_fraction=0.0), max_bytes=400))
     sizes = [0, 0]
@@ -218,7 +218,7 @@ def small_blocks(monkeypatch):
 @pytest.mark.slow(fast=("packed",))
 @pytest.mark.parametrize("pack", [True, False], ids=["packed", "unpacked"])
 def test_batches_of_many_blocks(make, small_blocks, folder, pack):
-    """An epoch has all tokens, and resuming and the rows of a process are exact."""
+    """An epoch contains all tokens. Resuming and the rows of each process are exact."""
     options = {"path": str(folder / "a.jsonl"), "pack": pack, "cache": f"blocks {pack}"}
     batches = make(**options)
     epoch = batches.rows_per_epoch
@@ -240,7 +240,7 @@ def test_batches_of_many_blocks(make, small_blocks, folder, pack):
     assert counts.pop(0) == held_out.parts[0].counts.documents and set(counts.values()) == {1}
 
 
-def test_a_resumed_run_keeps_its_block_size(make, monkeypatch, folder):
+def test_resumed_run_keeps_its_block_size(make, monkeypatch, folder):
     options = {"path": str(folder / "a.jsonl"), "cache": "earlier"}
     straight = make(**options)
     take(straight, 2)
@@ -249,10 +249,10 @@ def test_a_resumed_run_keeps_its_block_size(make, monkeypatch, folder):
     monkeypatch.setattr(module, "CHUNK_SIZE", 3)
     again = make(**options)
     again.set_state(state)
-    equal(take(again, 9), take(straight, 9))
+    assert_equal_batches(take(again, 9), take(straight, 9))
     third = make(**options)
     third.set_state(again.get_state())
-    equal(take(third, 3), take(straight, 3))
+    assert_equal_batches(take(third, 3), take(straight, 3))
     assert make(**options).rows_per_epoch != straight.rows_per_epoch
 
 
@@ -282,19 +282,19 @@ def test_separate_held_out_sets_are_cached(make, folder):
         make(path=str(folder / "a.jsonl"), sets=True, held_out_path=[f"x={folder / 'empty.jsonl'}"], cache="empty set")
 
 
-def test_a_state_of_the_same_sources_in_another_order_is_refused(make, folder):
+def test_state_with_reordered_sources_is_refused(make, folder):
     paths = [str(folder / f"{name}.jsonl") for name in "ab"]
     one, other = make(path=paths, cache="ordered"), make(path=paths[::-1], cache="turned")
     assert one.store.content_hash == other.store.content_hash
     state = one.get_state()
     with refused(DataError, "order", repr(state["order"]), repr(other.get_state()["order"])):
         other.set_state(state)
-    again = make(path=paths[::-1], cache="ordered")  # the manifest in the cache has the order of before
+    again = make(path=paths[::-1], cache="ordered")  # the manifest in the cache has the previous order
     again.set_state(one.get_state())
-    equal(take(again, 2), take(one, 2))
+    assert_equal_batches(take(again, 2), take(one, 2))
 
 
-def test_epochs_do_not_wait_for_plans(make):
+def test_epochs_are_reported_while_planning(make):
     batches, found = make(1, 1), []
     with batches._plan_lock:
         thread = threading.Thread(target=lambda: found.append((batches.epochs, batches.source_epochs())), daemon=True)
@@ -304,7 +304,7 @@ def test_epochs_do_not_wait_for_plans(make):
 
 
 @pytest.mark.slow
-def test_weights_of_many_digits_resume_exactly(make):
+def test_weights_with_many_digits_resume_exactly(make):
     weights = ("0.123456789", "0.876543211", "1e-12")
     first, other = make(*weights), make(1, 1, 1)
     assert sum(first.mixture.per_period) == 100_001

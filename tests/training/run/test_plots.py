@@ -1,4 +1,4 @@
-"""Images of losses and of experts' loads."""
+"""Test plots of losses and of expert loads."""
 
 import sys
 
@@ -28,13 +28,13 @@ def test_losses_are_plotted(tmp_path, steps):
         plot_losses(tmp_path / "empty.jsonl", tmp_path / "no.png")
 
 
-def test_loads_are_plotted_as_a_heat_map(tmp_path):
+def test_expert_loads_are_plotted_as_a_heat_map(tmp_path):
     """One cell per layer and expert: red for high loads, blue for low loads, grey for no expert."""
     image = pytest.importorskip("matplotlib.image")
     loads = {"0": np.array([1.0, 1.0, 2.0, 0.0]), "3": np.array([0.0, 2.0])}
     plot_loads(loads, tmp_path / "load.png")
     pixels = image.imread(tmp_path / "load.png")[..., :3]
-    red = (pixels[..., 0] > 0.3) & (pixels[..., 1:].max(-1) < 0.2)  # of a load of two
+    red = (pixels[..., 0] > 0.3) & (pixels[..., 1:].max(-1) < 0.2)  # the cell of load 2
     columns = np.flatnonzero(red[: len(red) // 2].sum(0) > 20), np.flatnonzero(red[len(red) // 2 :].sum(0) > 20)
     width = pixels.shape[1]
     assert columns[0].size and columns[1].size
@@ -43,7 +43,7 @@ def test_loads_are_plotted_as_a_heat_map(tmp_path):
         plot_loads({}, tmp_path / "no.png")
 
 
-def test_a_missing_package_is_named(tmp_path, monkeypatch):
+def test_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with refused(MissingPackage, "[train]"):
         plot_losses(tmp_path / "m", tmp_path / "p")

@@ -1,4 +1,4 @@
-"""Runs on preferences: pairs and labels, any reference, exact resuming, and meshes."""
+"""Test preference runs: pairs and labels, references, exact resuming, and meshes."""
 
 import json
 import math
@@ -63,7 +63,7 @@ def metrics_of(folder, name):
 
 @pytest.fixture(scope="module")
 def adapted(folder):
-    """A LoRA run: the reference is the base model."""
+    """Return a LoRA run; its reference is the base model."""
     _, err = train(folder, "adapted", lora__rank=4, held_out=folder / "pairs.jsonl", final_eval_batches=1)
     (loss,) = (row["eval_loss"] for row in read_metrics(folder / "adapted" / "metrics.jsonl") if "eval_loss" in row)
     assert_names(err, "24 pairs", f"{loss:.4f}")
@@ -71,8 +71,8 @@ def adapted(folder):
 
 
 @pytest.mark.slow
-def test_the_first_loss_is_log_2(adapted):
-    """The model is its reference at first; then chosen answers gain."""
+def test_first_dpo_loss_is_log_2(adapted):
+    """Initially the model equals its reference; then the rewards of chosen answers rise."""
     rows = steps_of(adapted / "adapted")
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert rows[0]["reward_margin"] == pytest.approx(0, abs=1e-6)
@@ -80,7 +80,7 @@ def test_the_first_loss_is_log_2(adapted):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_equals_an_uninterrupted_one(adapted):
+def test_resumed_run_equals_an_uninterrupted_run(adapted):
     train(adapted, "broken", lora__rank=4, steps=2, optimizer__schedule="constant")
     train(adapted, "broken", lora__rank=4, steps=4, optimizer__schedule="constant")
     train(adapted, "whole", lora__rank=4, steps=4, optimizer__schedule="constant")
@@ -92,8 +92,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(adapted):
 
 
 @pytest.mark.slow
-def test_the_reference_with_pissa_and_dora_is_the_start(folder):
-    """The reference includes the first factors, so that the margin is 0 at first."""
+def test_reference_with_pissa_and_dora_is_the_initial_model(folder):
+    """The reference includes the initial factors, so that the initial margin is 0."""
     train(folder, "values", "--lora.dora", lora__rank=4, lora__init="pissa", optimizer__learning_rate="1e-3")
     rows = steps_of(folder / "values")
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and abs(rows[0]["reward_margin"]) < 1e-5
@@ -101,7 +101,7 @@ def test_the_reference_with_pissa_and_dora_is_the_start(folder):
 
 
 @pytest.mark.slow
-def test_losses_on_a_mesh_in_microbatches_and_with_a_reference_path(folder):
+def test_losses_with_meshes_microbatches_and_a_reference_path(folder):
     train(folder, "start", preference__beta=0.3)
     reference = {"preference__beta": 0.3, "preference__reference": BASE}
     train(folder, "mesh", "--mesh.fsdp", "2", "--mesh.context", "2", devices=4, **reference)
@@ -113,8 +113,8 @@ def test_losses_on_a_mesh_in_microbatches_and_with_a_reference_path(folder):
 
 
 @pytest.mark.slow
-def test_answers_with_labels(folder):
-    """KTO's first loss is one half; then desirable answers gain."""
+def test_kto_on_labelled_answers(folder):
+    """The initial KTO loss is 0.5; then the rewards of desirable answers rise."""
     train(folder, "kto", method="kto", data=folder / "labels.jsonl", kto__desirable_weight=0.5, steps=6)
     rows = steps_of(folder / "kto")
     assert rows[-1]["desirable_reward"] > rows[-1]["undesirable_reward"]
@@ -126,8 +126,8 @@ def test_answers_with_labels(folder):
 @pytest.mark.parametrize(
     ("method", "options"), [("dpo", {"lora__rank": 4}), ("dpo", {}), ("kto", {})], ids=["lora", "dpo", "kto"]
 )
-def test_a_saved_reference_equals_one_in_memory(folder, method, options, monkeypatch):
-    """Exactly in the first epoch, up to rounding later. A resumed run loads no reference."""
+def test_saved_reference_equals_reference_in_memory(folder, method, options, monkeypatch):
+    """Results are equal to the bit in the first epoch, and up to rounding later. A resumed run loads no reference."""
     options = options | {
         "method": method,
         "steps": 10,
@@ -138,33 +138,33 @@ def test_a_saved_reference_equals_one_in_memory(folder, method, options, monkeyp
     if method == "kto":
         options |= {"data": folder / "labels.jsonl", "held_out": folder / "labels.jsonl"}
     train(folder, f"{method} {len(options)} held", **options)
-    saving = dict(options)  # save_reference is a flag alone
+    saving = dict(options)  # save_reference is a flag without a value
     run = f"{method} {len(options)} saved"
     train(folder, run, "--preference.save-reference", **(saving | {"steps": 6}))
     monkeypatch.setattr("eqx_decoders.training.methods.preference.load_reference", lambda *_: 1 / 0)
-    if method == "dpo":  # KTO's further steps have other answers to other prompts
+    if method == "dpo":  # later KTO steps combine other prompts and answers
         train(folder, run, "--preference.save-reference", **saving)
     held, saved = (np.array(metrics_of(folder, name)) for name in (f"{method} {len(options)} held", run))
-    first = 24 // 8  # at most eight examples fit into a batch
+    first = 24 // 8  # a batch has at most eight examples
     assert np.array_equal(held[:first], saved[:first])
     assert_allclose(saved, held[: len(saved)], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_a_changed_reference_is_computed_again(folder):
-    """Not for more steps."""
+def test_changed_reference_is_recomputed(folder):
+    """An increased number of steps does not recompute the reference."""
     train(folder, "other", "--preference.save-reference", steps=1)
     base = ed.load_hf(BASE)
     ed.save_hf(jax.tree.map(lambda leaf: leaf * 1.01, base), folder / "another")
     changed = {"preference__reference": folder / "another", "steps": 2}
     _, err = train(folder, "other", "--preference.save-reference", "--allow-changes", **changed)
-    assert_names(err, "weights=")  # the note says how the saved reference was computed
+    assert_names(err, "weights=")  # the message says how the saved reference was computed
     _, err = train(folder, "other", "--preference.save-reference", **(changed | {"steps": 3}))
     assert "weights=" not in err
 
 
 @pytest.mark.slow
-def test_averaged_weights_as_the_reference(folder):
+def test_averaged_weights_as_reference(folder):
     train(folder, "ema", optimizer__ema_decay=0.9, preference__reference="ema", **{"preference.examples_per_row": 1})
     rows = steps_of(folder / "ema")
     assert rows[0]["reward_margin"] == 0 < rows[-1]["reward_margin"] and rows[0]["pairs"] == 4
@@ -202,7 +202,7 @@ def test_bad_settings_are_refused(folder, changes, code, names):
     assert not (folder / "bad").exists()
 
 
-def test_a_warning_after_many_steps_with_falling_rewards():
+def test_falling_chosen_rewards_give_a_warning():
     run = PreferenceRun.__new__(PreferenceRun)
     run._kind, run._falling_steps = "base", 0
     rewards = [-1.0] * (FALLING_STEPS - 1) + [1.0] + [-1.0] * (2 * FALLING_STEPS)

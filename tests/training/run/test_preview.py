@@ -1,4 +1,4 @@
-"""Preview of training data: documents with marked targets, and counts."""
+"""Test the preview of training data: documents with marked targets, and counts."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def settings(tmp_path):
 
 
 def counts(text: str) -> list[str]:
-    """The numbers of the last paragraph: documents, tokens, targets and their share, long documents and `seq_len`."""
+    """Return the numbers of the last paragraph: documents, tokens, targets, their share, long documents, `seq_len`."""
     return re.findall(r"\d[\d,.]*%?(?<![,.])", text.rpartition("\n\n")[2])
 
 
@@ -48,7 +48,7 @@ def test_only_the_first_documents_are_read(settings, monkeypatch):
     monkeypatch.setattr(module, "MAX_TOKENS", 10)
     text = describe_data(settings(init_from=FIXTURE, data={"seq_len": 16}))
     assert counts(text)[:3] == ["4", "4", "76"] and counts(text)[-2:] == ["4", "16"]
-    assert re.search(r"… \D*\b9\b", text)  # tokens that are not shown
+    assert re.search(r"… \D*\b9\b", text)  # number of omitted tokens
 
 
 def test_texts_with_a_new_tokenizer(settings, tmp_path):
@@ -60,7 +60,7 @@ def test_texts_with_a_new_tokenizer(settings, tmp_path):
     assert f"⟦{'one two three ' * 9}⟧" in text and counts(text)[1:4] == ["128", "127", "99.2%"]
 
 
-def test_a_separate_chat_template(settings, tmp_path):
+def test_separate_chat_template(settings, tmp_path):
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.role }}:\n{{ m.content }}{{ eos_token }}{% endfor %}"
                                       "{% if add_generation_prompt %}assistant:\n{% endif %}")  # fmt: skip
     text = describe_data(settings(data={"chat_template": str(tmp_path / "t.jinja")}))
@@ -76,7 +76,7 @@ def test_each_source_of_a_mixture_is_shown(settings, tmp_path):
     assert chats.count("⟦she sells") == 3 and counts(chats)[0] == "9"
 
 
-def test_separate_held_out_data_are_not_counted(settings, tmp_path, monkeypatch):
+def test_preview_excludes_separate_held_out_data(settings, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_DOCUMENTS", 6)
     for name, count in (("few", 4), ("many", 9)):
         lines = [json.dumps({"text": f"{name} {number}"}) for number in range(count)]
@@ -84,4 +84,7 @@ def test_separate_held_out_data_are_not_counted(settings, tmp_path, monkeypatch)
     data = {"held_out_path": str(tmp_path / "many.jsonl")}
     assert counts(describe_data(settings("few.jsonl", data, tokenizer="bytes")))[0] == "4"
     data = {"held_out_path": str(tmp_path / "few.jsonl")}
-    assert counts(describe_data(settings("many.jsonl", data, tokenizer="bytes")))[:2] == ["6", "6"]  # of the first 6
+    assert counts(describe_data(settings("many.jsonl", data, tokenizer="bytes")))[:2] == [
+        "6",
+        "6",
+    ]  # counts of the first 6 documents

@@ -1,4 +1,4 @@
-"""Two processes on every kind of mesh have the losses of one, and lose nothing whenever one of them is killed."""
+"""Test runs of two processes: losses on every kind of mesh, and resuming after a kill."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from tests.data.test_host_rows import finish, launch, settings
 
 pytestmark = pytest.mark.slow
 
-GPT3 = {"--init-from": None, "--model": "gpt3-52k", "--tokenizer": "bytes"}  # its heads can be split
+GPT3 = {"--init-from": None, "--model": "gpt3-52k", "--tokenizer": "bytes"}  # its heads can be sharded
 CASES = {
     "fsdp x tensor, accumulated": {"--mesh.fsdp": 2, "--mesh.tensor": 2, "--step.gradient-accumulation-steps": 2}
     | GPT3,
@@ -31,7 +31,7 @@ CASES = {
     "experts": GPT3 | {"--model": "tiny-moe", "--mesh.data": 1, "--mesh.expert": 2, "--mesh.fsdp": 2},
 }
 
-# Each process: (folder, arguments of all the runs as JSON, then of each by its name).
+# Arguments of a process: folder, arguments of all runs as JSON, arguments of each run by name.
 WORKER = """
 import json, os, pathlib, sys
 folder = pathlib.Path(sys.argv[1])
@@ -49,7 +49,7 @@ def words_of(folder, options):
 
 
 def metrics_of(run):
-    """Losses and gradient norms, step by step, and held-out losses."""
+    """Return losses and gradient norms of each step, and held-out losses."""
     rows = steps_of(run)
     held_out = [row["eval_loss"] for row in read_metrics(run / "metrics.jsonl") if "eval_loss" in row]
     return [[row["loss"] for row in rows], [row["grad_norm"] for row in rows], held_out]
@@ -57,7 +57,7 @@ def metrics_of(run):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where two processes have trained on every mesh."""
+    """Return the folder in which two processes have trained on every mesh."""
     folder = tmp_path_factory.mktemp("meshes")
     cases = {name: words_of(folder, options) for name, options in CASES.items()}
     (folder / "cases.json").write_text(json.dumps(cases))
@@ -68,7 +68,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_have_the_losses_of_one(folder, name):
+def test_two_processes_equal_one_process_on_every_mesh(folder, name):
     call("train", "--run-dir", folder / f"{name}, alone", *words_of(folder, CASES[name]), devices=4)
     found, alone = metrics_of(folder / name), metrics_of(folder / f"{name}, alone")
     assert [len(each) for each in found] == [len(each) for each in alone] and len(found[0]) == 3
@@ -76,8 +76,8 @@ def test_two_processes_have_the_losses_of_one(folder, name):
         assert_allclose(one, other, rtol=1e-2 if "half" in name else 1e-5)
 
 
-def test_a_run_resumes_with_another_number_of_processes(folder):
-    """One process, then two, then one."""
+def test_run_resumes_with_another_number_of_processes(folder):
+    """The run uses one process, then two, then one."""
     options = settings(folder) | {"--checkpoint-every": 1, "--eval-every": 0, "--mesh.fsdp": 4, "--sample-tokens": 0}
     options |= {"--optimizer.schedule": "constant", "--optimizer.warmup-steps": 0}
     for steps, count in ((2, 1), (4, 2), (6, 1)):
@@ -95,11 +95,13 @@ def test_a_run_resumes_with_another_number_of_processes(folder):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_kills_at_any_time_lose_and_repeat_no_step(tmp_path, seed):
-    """At the start, in a step or in a save: the other process ends, and both resume."""
+def test_killed_processes_lose_and_repeat_no_step(tmp_path, seed):
+    """One process is killed at the start, in a step or in a save. The other process exits, and both resume."""
     pick = random.Random(seed)
     options = settings(tmp_path) | {"--steps": 40, "--checkpoint-every": 3, "--eval-every": 7}
-    options |= {"--distributed-timeout": 30}  # that one waits for the other that was killed before they met
+    options |= {
+        "--distributed-timeout": 30
+    }  # a process waits for a process that was killed before the cluster was set up
     begun = time.monotonic()
     both = launch(tmp_path, options | {"--run-dir": tmp_path / "whole"})
     outputs = finish(both, 300)

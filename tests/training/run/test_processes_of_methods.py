@@ -1,4 +1,4 @@
-"""Two processes have the losses of one with every method."""
+"""Test that two processes have the losses of one process, with every training method."""
 
 import json
 
@@ -48,7 +48,7 @@ letters = Task(examples=ROWS, grade=grade, max_new_tokens=4, stop=("e",))
 
 
 def words_of(folder, options):
-    """The arguments of a run; a flag without a value is there alone, and files are those of the folder."""
+    """Return the command-line arguments of a run. Paths of files are relative to the folder."""
     options = settings(folder) | {"--eval-every": 0} | options
     alone = [name for name, value in options.items() if value is None]
     found = {name: value for name, value in options.items() if value is not None}
@@ -58,7 +58,7 @@ def words_of(folder, options):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where two processes have learned by every method."""
+    """Return the folder in which two processes have trained with every method."""
     folder, draws = tmp_path_factory.mktemp("methods"), np.random.default_rng(0)
     words = ["many", "birds", "sing", "in", "old", "green", "trees"]
     text = lambda count: " ".join(draws.choice(words, count))  # noqa: E731
@@ -77,19 +77,19 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_have_the_losses_of_one(folder, name):
+def test_two_processes_equal_one_process_with_every_method(folder, name):
     call("train", "--run-dir", folder / f"{name} alone", *words_of(folder, CASES[name]), devices=4)
     both, alone = (
         [[row["loss"], row["grad_norm"]] for row in steps_of(folder / each)] for each in (name, f"{name} alone")
     )
     assert len(both) == 3
-    assert_allclose(both, alone, rtol=1e-4, atol=1e-6)  # the loss of a step on policy is near 0
+    assert_allclose(both, alone, rtol=1e-4, atol=1e-6)  # the loss of an on-policy step is near 0
 
 
-def test_tasks_are_graded_by_one_process(folder):
-    """Two evaluations, with the scores of a run of one process."""
+def test_tasks_are_graded_by_a_single_process(folder):
+    """Both evaluations have the scores of a run with one process."""
     graded = folder / "tasks.py.graded"
-    assert graded.read_text().count("graded") <= 8  # fewer where answers were cut
+    assert graded.read_text().count("graded") <= 8  # truncated answers are not graded
     graded.unlink()
     call("train", "--run-dir", folder / "tasks again", *words_of(folder, CASES["tasks"]), devices=4)
     both, one = (

@@ -1,4 +1,4 @@
-"""Progress in a terminal: a bar, or lines in columns."""
+"""Test progress output in a terminal: a progress bar, or aligned lines."""
 
 import io
 import sys
@@ -27,7 +27,7 @@ class Clock:
         monkeypatch.setattr(log.time, "monotonic", lambda: self.now)
 
 
-def test_plain_lines_come_at_times_and_in_columns(monkeypatch):
+def test_plain_lines_are_periodic_and_aligned(monkeypatch):
     clock, stream = Clock(monkeypatch), io.StringIO()
     with Progress(1000, start=500, every=10, stream=stream) as progress:
         assert progress.seconds_left() is None
@@ -46,7 +46,7 @@ def test_plain_lines_come_at_times_and_in_columns(monkeypatch):
     assert len({len(line) for line in lines if line != "saved"}) == 1  # columns are aligned
 
 
-def test_lines_and_bar_show_the_worst_load_where_there_are_experts(monkeypatch):
+def test_lines_and_bar_show_the_worst_expert_load(monkeypatch):
     clock, stream = Clock(monkeypatch), io.StringIO()
     with Progress(100, stream=stream) as progress:
         clock.now += 2
@@ -65,7 +65,7 @@ def test_lines_and_bar_show_the_worst_load_where_there_are_experts(monkeypatch):
     assert_names(terminal.getvalue(), "2,048 tokens/s", "load 1.50")
 
 
-def test_the_bar_shows_step_loss_speed_and_messages(monkeypatch):
+def test_bar_shows_step_loss_speed_and_messages(monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("TERM", "xterm")
@@ -78,12 +78,12 @@ def test_the_bar_shows_step_loss_speed_and_messages(monkeypatch):
     assert_names(terminal.getvalue(), *names)
 
 
-def test_a_bad_total_is_refused():
+def test_invalid_total_is_refused():
     with refused(ConfigError, "total=0"):
         Progress(0)
 
 
-def test_without_rich_there_are_lines(monkeypatch):
+def test_plain_lines_without_rich(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     terminal = Terminal()
     with Progress(2, stream=terminal) as progress:

@@ -1,4 +1,4 @@
-"""Reward models: scores are read at the end of answers, learn pairs, and are stored as transformers stores them."""
+"""Test reward models: scores at the end of answers, training on pairs, and the file format of transformers."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ ANSWERS = np.array([[0, 1, 1, 0, 2, 2, 2, 0, 3, 0, 3, 0, 4, 0, 0], [0, 0, 1, 1, 
 
 
 def batch_of(margins=False):
-    """Two pairs in a row, and one; a tool speaks inside of an answer, and padding is behind the last one."""
+    """Return a row with two pairs and a row with one pair. An answer contains tool output; rows end with padding."""
     draws = np.random.default_rng(0)
     segments = np.array([[1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 0, 0], [1, 1, 1, 1, 1, 1, 2, 2, 2, 0, 0, 0, 0, 0, 0]])
     baseline = np.where(ANSWERS > 0, np.where(ANSWERS > 2, 0.5, 0.25), 0).astype(np.float32) if margins else None
@@ -52,11 +52,18 @@ def batch_of(margins=False):
     return Batch(tokens=tokens, segment_ids=segments, signals=signals)
 
 
-EPISODE_ENDS = {(0, 1): 2, (0, 2): 6, (0, 3): 10, (0, 4): 12, (1, 1): 5, (1, 2): 8}  # row and number: the last token
+EPISODE_ENDS = {
+    (0, 1): 2,
+    (0, 2): 6,
+    (0, 3): 10,
+    (0, 4): 12,
+    (1, 1): 5,
+    (1, 2): 8,
+}  # (row, number): index of the last token
 
 
-def test_a_score_is_read_at_the_last_token_of_its_answer():
-    """Also if tool output splits the answer. It is the head's product in float32."""
+def test_score_is_read_at_the_last_token_of_an_answer():
+    """This also holds if tool output splits the answer. The score head is computed in float32."""
     model, batch = scorer(), batch_of(margins=True)
     found = reward_scores(model, batch)
     every = model(batch.tokens, segment_ids=batch.segment_ids)
@@ -110,7 +117,7 @@ TEXTS = ed.Batch(tokens=np.ones((1, 4), np.int32))
         ),
     ],
 )
-def test_scores_and_logits_are_refused_for_each_other(use, names):
+def test_scores_require_a_score_head_and_logits_a_vocabulary_head(use, names):
     with refused(ConfigError, *names):
         use(scorer())
 
@@ -130,8 +137,8 @@ def test_scores_and_logits_are_refused_for_each_other(use, names):
         ("gpt2", "GPT2ForSequenceClassification"),
     ],
 )
-def test_saved_reward_models_are_read_exactly(name, architecture, tmp_path):
-    """`score.weight` replaces the head, under the architecture's name in transformers."""
+def test_saved_reward_models_are_loaded_exactly(name, architecture, tmp_path):
+    """`score.weight` replaces the LM head, and the architecture has the name that transformers uses."""
     model = add_score_head(ed.load_hf(FIXTURES / name), key=jax.random.key(0))
     ed.save_hf(model, tmp_path / "scorer", settings={"id2label": {"0": "good"}})
     config = json.loads((tmp_path / "scorer" / "config.json").read_text())
@@ -145,7 +152,7 @@ def test_saved_reward_models_are_read_exactly(name, architecture, tmp_path):
     assert json.loads((tmp_path / "again" / "config.json").read_text())["id2label"] == {"0": "good"}
 
 
-def test_a_family_without_reward_models_is_refused(tmp_path):
+def test_family_without_reward_models_is_refused(tmp_path):
     model = add_score_head(ed.load_hf(FIXTURES / "granite"), key=jax.random.key(0))
     with refused(ed.ConversionError, "ForSequenceClassification", "model_type='granite'"):
         ed.save_hf(model, tmp_path / "scorer")
@@ -156,7 +163,7 @@ def test_a_family_without_reward_models_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Pairs whose chosen answer ends in birds, some with a margin."""
+    """Return a folder with pairs; chosen answers end in "birds", and some pairs have a margin."""
     folder, draws = tmp_path_factory.mktemp("rewards"), np.random.default_rng(0)
     text = lambda count: " ".join(draws.choice(WORDS, count))  # noqa: E731
     for name, margins in {"pairs": [None], "margins": [0.0, 1.5]}.items():
@@ -212,8 +219,8 @@ def test_reward_run_learns_resumes_and_exports(folder):
 
 
 @pytest.mark.slow
-def test_lora_margins_and_meshes(folder):
-    """The head is trained with LoRA factors, margins and centering are read, and a mesh has the same losses."""
+def test_reward_run_with_lora_margins_and_meshes(folder):
+    """The head is trained together with LoRA factors, margins and centering have an effect, and meshes keep losses."""
     changes = {"data": folder / "margins.jsonl", "reward.centering": 0.01}
     train(folder, "plain", data=folder / "margins.jsonl", lora__rank=4, steps=2)
     train(folder, "adapted", lora__rank=4, **changes)

@@ -1,4 +1,4 @@
-"""Trackers: what they log, how a run resumes in them, and that a failing tracker does not stop a run."""
+"""Test experiment trackers: logged values, resumed runs, and failing trackers."""
 
 import importlib.machinery
 import json
@@ -20,7 +20,7 @@ SETTINGS = {"steps": 9, "optimizer.eps": 1e-8, "prompt": "x" * 9000, **{f"more{n
 
 
 class Service:
-    """Fake packages of the three services. `seen`: calls; `runs`: rows by the id of a run."""
+    """Fake packages of the three services. `seen`: recorded calls. `runs`: logged rows by run id."""
 
     def __init__(self, monkeypatch):
         self.seen, self.runs, self.broken = [], {}, False
@@ -111,7 +111,7 @@ def logged(folder, names, steps, start=1, **options):
     trackers.close()
 
 
-def test_trackers_get_scalars_and_settings(service, tmp_path):
+def test_trackers_log_scalars_and_settings(service, tmp_path):
     run = tmp_path / "run"
     logged(run, tuple(PACKAGES), [3])
     assert service.runs == {
@@ -135,13 +135,13 @@ def test_mlflow_reads_environment_variables(service, tmp_path, monkeypatch):
     assert service.seen[:2] == ["http://there", ("mine", "run")]
 
 
-def test_a_resumed_run_logs_no_row_twice(service, tmp_path):
-    """Killed after step 5 and resumed at step 2; the evaluation of step 4 is a separate row with other names."""
+def test_resumed_run_logs_each_row_once(service, tmp_path):
+    """The run is killed after step 5 and resumes at step 2. The evaluation of step 4 is a separate row."""
     logged(tmp_path, ("wandb",), [1, 2, 3, 4, 5])
     logged(tmp_path, ("wandb", "mlflow", "tensorboard"), [3, 4, 5, 6], start=3)
     assert json.loads((tmp_path / "trackers.json").read_text()) == {"wandb": "w0", "mlflow": "m1"}
     assert [step for step, _ in service.runs["w0"]] == [1, 2, 3, 4, 4, 5, 6]
-    assert [step for step, *_ in service.runs["m1"] if _[0] == "loss"] == [3, 4, 5, 6]  # new in this start
+    assert [step for step, *_ in service.runs["m1"] if _[0] == "loss"] == [3, 4, 5, 6]  # logged after the restart
     assert (str(tmp_path / "tensorboard"), 3) in service.seen
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 4, 5, 6]
     logged(tmp_path, ("mlflow",), [7], start=7)
@@ -150,18 +150,18 @@ def test_a_resumed_run_logs_no_row_twice(service, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_tracker_that_cannot_be_opened_is_an_error(service, tmp_path, name):
+def test_tracker_that_cannot_be_opened_is_an_error(service, tmp_path, name):
     logged(tmp_path, (name,), [1, 2])
     before = (tmp_path / "metrics.jsonl").read_bytes()
     service.broken, service.seen = True, []
     if name == "mlflow":
-        service.runs.clear()  # its run was deleted
+        service.runs.clear()  # the run was deleted in the service
     with refused(ConfigError, f"trackers='{name}'", tmp_path / "trackers.json"):
         open_trackers(("tensorboard", name), tmp_path, SETTINGS, start=1)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before and service.seen[-1] == "closed"
 
 
-def test_a_failing_tracker_is_reported_once_and_left_out(service, tmp_path):
+def test_failing_tracker_is_reported_once_and_disabled(service, tmp_path):
     warnings = []
     trackers = open_trackers(("wandb", "tensorboard"), tmp_path, SETTINGS, start=1, warn=warnings.append)
     trackers.write(row(1))
@@ -178,7 +178,7 @@ def test_a_failing_tracker_is_reported_once_and_left_out(service, tmp_path):
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_a_slow_service_does_not_slow_the_training(tmp_path):
+def test_slow_service_does_not_slow_down_training(tmp_path):
     answered, got = threading.Event(), []
 
     class Slow:
@@ -199,7 +199,7 @@ def test_a_slow_service_does_not_slow_the_training(tmp_path):
 
 
 @pytest.mark.parametrize("hangs", ["write", "close"])
-def test_closing_does_not_wait_for_a_service_that_does_not_respond(tmp_path, hangs):
+def test_closing_does_not_wait_for_an_unresponsive_service(tmp_path, hangs):
     released, warnings = threading.Event(), []
 
     class Hanging:
@@ -218,8 +218,8 @@ def test_closing_does_not_wait_for_a_service_that_does_not_respond(tmp_path, han
     released.set()
 
 
-def test_the_metrics_file_is_tried_again(tmp_path):
-    """A disk may be full for a while."""
+def test_writing_the_metrics_file_is_retried(tmp_path):
+    """The disk may be full temporarily."""
     warnings, file = [], MetricsFile(tmp_path / "m.jsonl")
     trackers, real = Trackers(file, warn=warnings.append), file._file
     file._file = None  # pyright: ignore[reportAttributeAccessIssue]
@@ -243,7 +243,7 @@ def test_tensorboard_is_the_default_if_installed(service, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_a_missing_package_is_named(tmp_path, monkeypatch, name):
+def test_missing_package_is_named(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, PACKAGES[name], None)
     with refused(MissingPackage, f"[{name}]"):
         open_trackers((name,), tmp_path, SETTINGS, start=1)

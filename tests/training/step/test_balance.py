@@ -1,4 +1,4 @@
-"""Balanced experts in training: what routing adds to the loss, how biases move, and what is reported."""
+"""Test load balancing of experts in training: balance losses, updates of router biases, and reports."""
 
 import dataclasses
 
@@ -44,11 +44,11 @@ def block(mlp) -> BlockConfig:
 EIGHT = block(ExpertsConfig(num_experts=8, num_experts_per_token=2, mlp_dim=4, router=BIASED))
 FOUR = block(ExpertsConfig(num_experts=4, num_experts_per_token=1, mlp_dim=4, router=SWITCH, capacity_factor=1.0))
 DENSE = block(MLPConfig(mlp_dim=4))
-# in two places of one unit, with different numbers of experts
+# one scanned unit has two MoE layers with different numbers of experts
 CONFIG = DecoderConfig(vocab_size=VOCAB, embed_dim=EMBED, blocks=(EIGHT, FOUR) * 2, final_norm=None, tied=True)
-# in two segments as well, with a layer without experts in between
+# two scanned segments with experts, separated by a layer without experts
 MIXED = dataclasses.replace(CONFIG, blocks=(*CONFIG.blocks, DENSE, EIGHT))
-# nothing is exempt from the decay
+# no weight is exempt from the decay
 HARSH = OptimizerConfig(weight_decay=0.5, no_decay=(), learning_rate=0.1, schedule="constant", warmup_steps=0)
 
 
@@ -73,8 +73,8 @@ def biases(model) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf) for name, leaf in named_leaves(model).items() if name.endswith("selection_bias")}
 
 
-def by_layer(model) -> list[np.ndarray]:
-    """The biases of the layers with eight experts, in their order."""
+def biases_by_layer(model) -> list[np.ndarray]:
+    """Return the router biases of the layers with eight experts, in layer order."""
     layers = []
     for segment in model.scanned_layers:
         for repeat in range(segment.repeats):
@@ -85,8 +85,8 @@ def by_layer(model) -> list[np.ndarray]:
     return layers
 
 
-def close_to(state, metrics, stepped):
-    """The same biases bit by bit, the same weights and metrics but for rounding."""
+def assert_same_step(state, metrics, stepped):
+    """Assert equal biases to the bit, and equal weights and metrics up to rounding."""
     want, whole = stepped
     for one, other in zip(biases(state.model).values(), biases(want.model).values(), strict=True):
         assert_array_equal(one, other)
@@ -97,7 +97,7 @@ def close_to(state, metrics, stepped):
 
 @pytest.fixture(scope="module")
 def model():
-    return filled(CONFIG, experts="dense")  # the form that compiles fastest
+    return filled(CONFIG, experts="dense")  # this form compiles fastest
 
 
 @pytest.fixture(scope="module")
@@ -111,27 +111,27 @@ def stepped(trainer, model):
 
 
 @pytest.mark.slow
-def test_biases_move_by_the_sign_of_the_global_counts(model, stepped):
-    """Weight decay and the optimizer do not change them."""
+def test_router_biases_move_by_the_sign_of_the_global_load_error(model, stepped):
+    """Weight decay and the optimizer do not change router biases."""
     state, metrics = stepped
     counts = np.asarray(metrics.stats.routing.counts)
     assert counts.shape == (4, 8) and not np.any(counts[1::2, 4:])
     eights = counts[0::2]
     real = float(np.sum(batch_of().segment_ids > 0))
     assert_array_equal(eights.sum(-1), [2 * real] * 2)
-    for before, after, count in zip(by_layer(model), by_layer(state.model), eights, strict=True):
+    for before, after, count in zip(biases_by_layer(model), biases_by_layer(state.model), eights, strict=True):
         assert_allclose(after, before + RATE * np.sign(count.mean() - count), rtol=1e-6)
         assert np.any(after > before) and np.any(after < before)
     assert not any("selection_bias" in name for name in named_leaves(state.optimizer))
 
 
 @pytest.mark.slow
-def test_counts_are_summed_over_microbatches(model, stepped):
-    """Losses, gradients and reports are those of the whole batch as well."""
+def test_expert_counts_are_summed_over_microbatches(model, stepped):
+    """Losses, gradients and reports also equal those of the full batch."""
     state, metrics = advanced(trainer_of(model, gradient_accumulation_steps=2), model, batch_of())
     batch = batch_of()
-    close_to(state, metrics, stepped)
-    # the halves alone would have moved them elsewhere: else this proved nothing
+    assert_same_step(state, metrics, stepped)
+    # each microbatch would give a different update, so that this test can fail
     half = eqx.filter_jit(lambda m, tokens, ids: m(tokens, segment_ids=ids).stats.routing.counts[0::2])
     halves = [np.asarray(half(model, batch.tokens[start::2], batch.segment_ids[start::2])) for start in (0, 1)]
     first, second, both = (np.sign(c.mean(-1, keepdims=True) - c) for c in (*halves, halves[0] + halves[1]))
@@ -139,7 +139,7 @@ def test_counts_are_summed_over_microbatches(model, stepped):
 
 
 @pytest.mark.slow
-def test_a_step_that_is_not_finite_changes_no_bias(trainer, model):
+def test_non_finite_step_changes_no_router_bias(trainer, model):
     table = model.embedding.table.at[POISONED].set(jnp.nan)
     poisoned = eqx.tree_at(lambda m: m.embedding.table, model, table)
     state, metrics = advanced(trainer, poisoned, batch_of(poison=True))
@@ -149,15 +149,15 @@ def test_a_step_that_is_not_finite_changes_no_bias(trainer, model):
 
 
 @pytest.mark.slow
-def test_sharded_steps_equal_those_of_one_device(model, stepped):
-    """Losses and counts are those of the global batch, not of one device's rows."""
+def test_sharded_steps_equal_single_device(model, stepped):
+    """Losses and counts are computed over the global batch, not over the rows of one device."""
     placed = model.place(ed.Layout.create(data=4, fsdp=2))
     state, metrics = advanced(trainer_of(placed), placed, batch_of())
-    close_to(state, metrics, stepped)
+    assert_same_step(state, metrics, stepped)
 
 
 @pytest.mark.slow
-def test_the_balance_loss_is_the_mean_over_layers(model):
+def test_balance_loss_is_the_mean_over_layers(model):
     loss, metrics = eqx.filter_jit(next_token_loss)(model, batch_of())
     stats = metrics.stats.routing
     layers = [jax.tree.map(lambda leaf, i=i: leaf[i], stats) for i in range(4)]
@@ -170,16 +170,16 @@ def test_the_balance_loss_is_the_mean_over_layers(model):
 
 
 @pytest.mark.slow
-def test_update_of_router_biases_outside_of_a_step():
+def test_update_router_bias_outside_of_a_step():
     model = filled(MIXED, experts="dense")
     out = eqx.filter_jit(lambda model, tokens: model(tokens).stats)(model, jnp.asarray(batch_of().tokens))
     moved = update_router_bias(model, out, 3.0)
     for before, after, count in zip(
-        by_layer(model), by_layer(moved), np.asarray(out.routing.counts)[0::2], strict=True
+        biases_by_layer(model), biases_by_layer(moved), np.asarray(out.routing.counts)[0::2], strict=True
     ):
         assert_allclose(after, before + 3.0 * np.sign(count.mean() - count), rtol=1e-6)
     balanced = eqx.tree_at(lambda s: s.routing.counts, out, jnp.ones_like(out.routing.counts))
-    for before, after in zip(by_layer(model), by_layer(update_router_bias(model, balanced)), strict=True):
+    for before, after in zip(biases_by_layer(model), biases_by_layer(update_router_bias(model, balanced)), strict=True):
         assert_array_equal(after, before)
     with refused(ed.ConfigError, "update_router_bias"):
         update_router_bias(model, dataclasses.replace(out, routing=None))
@@ -205,11 +205,11 @@ def test_routing_report_equals_numpy(model):
 
 
 @pytest.mark.slow
-def test_loads_are_relative_to_the_experts_of_their_layer():
+def test_loads_are_relative_to_the_number_of_experts_of_the_layer():
     counts = np.array([[4.0, 0, 2, 2, 0, 0, 0, 0], [1.0, 1, 1, 5, 0, 0, 0, 0]])
     config = dataclasses.replace(CONFIG, blocks=(DENSE, EIGHT, DENSE, FOUR))
     loads = relative_loads(config, counts)
     assert list(loads) == ["1", "3"]
     assert_allclose(loads["1"], [4, 0, 2, 2, 0, 0, 0, 0])
     assert_allclose(loads["3"], [0.5, 0.5, 0.5, 2.5])
-    assert not np.any(relative_loads(config, 0 * counts)["1"])  # nothing was routed
+    assert not np.any(relative_loads(config, 0 * counts)["1"])  # no token was routed

@@ -1,4 +1,4 @@
-"""The loss: its targets, its fused and its plain form, and the sums that it reports."""
+"""Test the loss: targets, fused and plain form, and reported sums."""
 
 import dataclasses
 
@@ -29,13 +29,13 @@ ROWS, LENGTH = 4, 13
 
 
 def batch_of(**parts) -> Batch:
-    """Rows of several documents, also of one token, with padding. `parts`: fields to add or replace."""
+    """Return rows with several documents (some of one token) and padding. `parts`: fields to add or replace."""
     tokens, segments = packed(ROWS, LENGTH)
     return Batch(**{"tokens": tokens, "segment_ids": segments, **parts})
 
 
 def some_mask(seed: int = 0) -> np.ndarray:
-    """A mask of zeros and ones, with rows of very different sums."""
+    """Return a mask of zeros and ones. The row sums are very different."""
     shares = np.array([[1.0], [0.1], [0.5], [0.9]])
     return np.random.default_rng(seed).random((ROWS, LENGTH)) < shares
 
@@ -70,7 +70,7 @@ CASES = {
 
 @pytest.mark.slow(fast=("tied, soft cap, z-loss, packed",))
 @pytest.mark.parametrize("case", CASES)
-def test_fused_equals_plain(case):
+def test_fused_loss_equals_plain_loss(case):
     changes, z_loss, parts = CASES[case]
     model, batch = filled(one_block(**changes)), batch_of(**parts)
     keys = jax.random.split(jax.random.key(5), 2)
@@ -85,8 +85,8 @@ def test_fused_equals_plain(case):
     assert (float(metrics.loss) > float(metrics.nll) + 1e-3) == (z_loss > 0)
 
 
-def test_losses_of_routers_are_added():
-    """The routers' losses are means over real tokens, without padding."""
+def test_router_losses_are_added():
+    """Router losses are means over tokens that are not padding."""
     model, batch = filled(decoder(SPARSE)), batch_of()
     _, metrics = added = eqx.filter_jit(next_token_loss)(model, batch)
     routing = metrics.stats.routing
@@ -97,7 +97,7 @@ def test_losses_of_routers_are_added():
 
 
 @pytest.mark.slow
-def test_no_targets_give_zeros_and_no_nan():
+def test_loss_without_targets_is_zero():
     model = filled(one_block())
     batch = batch_of(segment_ids=None, loss_mask=np.zeros((ROWS, LENGTH), bool))
     for fused in (True, False):
@@ -108,8 +108,8 @@ def test_no_targets_give_zeros_and_no_nan():
 
 
 @pytest.mark.slow
-def test_a_packed_row_is_the_sum_of_its_documents():
-    """Sums of a packed batch are those of its documents, each alone in a row; and those of NumPy on the logits."""
+def test_packed_batch_has_the_sums_of_its_documents():
+    """Sums of a packed batch equal those of unpacked documents, and those computed from the logits with NumPy."""
     model, batch = filled(rich_decoder(2)), batch_of()
     tokens, segments = np.asarray(batch.tokens), np.asarray(batch.segment_ids)
     documents = [tokens[row][segments[row] == s] for row in range(ROWS) for s in range(1, segments[row].max() + 1)]
@@ -135,7 +135,7 @@ def test_a_packed_row_is_the_sum_of_its_documents():
 
 
 @pytest.mark.parametrize("part", ["tokens", "segments", "positions", "mask", "all", "weights", "one token"])
-def test_next_tokens_equals_a_loop(part):
+def test_next_tokens_equals_a_python_loop(part):
     tokens, segments = (np.asarray(x) for x in packed(ROWS, LENGTH))
     positions = np.where(np.arange(LENGTH) < [[13], [4], [0], [12]], np.arange(LENGTH), -1).astype(np.int32)
     parts: dict = {"tokens": tokens}
@@ -168,7 +168,7 @@ def test_next_tokens_equals_a_loop(part):
 
 
 @pytest.mark.slow
-def test_evaluate_weights_batches_by_their_targets():
+def test_evaluate_weights_batches_by_their_number_of_targets():
     model, batch = filled(one_block()), batch_of(positions=None)
     few = batch_of(segment_ids=jnp.where(jnp.arange(ROWS)[:, None] == 1, batch.segment_ids, 0))
     host = [jax.tree.map(np.asarray, each) for each in (batch, few)]
@@ -185,8 +185,8 @@ def test_evaluate_weights_batches_by_their_targets():
 
 
 @pytest.mark.slow
-def test_means_do_not_depend_on_the_sum_of_weights():
-    """Loss, losses of MTP depths, gradients and evaluation; without weights they are 0."""
+def test_loss_does_not_depend_on_the_scale_of_the_weights():
+    """This holds for the loss, MTP losses, gradients and evaluation. They are 0 if all weights are 0."""
     config = dataclasses.replace(one_block(), blocks=(BlockConfig(mixer=None, mlp=None),))
     mtp = MTPConfig(num_depths=1, block=config.blocks[0], norm=RMSNormConfig(), loss_weight=0.5)
     model = filled(dataclasses.replace(config, mtp=mtp))
@@ -203,12 +203,12 @@ def test_means_do_not_depend_on_the_sum_of_weights():
     assert results[2].loss == pytest.approx(results[0].loss, rel=1e-5) and np.isnan(results[3].loss)
 
 
-def test_the_loss_of_an_empty_evaluation_is_nan():
+def test_loss_of_an_empty_evaluation_is_nan():
     result = evaluate(filled(one_block()), [], ROWS)
     assert np.isnan(result.loss) and (result.tokens, result.nats) == (0, 0.0)
 
 
-def test_layer_stats_only_when_asked_for():
+def test_layer_stats_are_optional():
     batch = Batch(tokens=some_tokens(2, 5))
     for asked in (False, True):
         model = filled(one_block(), layer_stats=asked)
@@ -217,7 +217,7 @@ def test_layer_stats_only_when_asked_for():
 
 
 @pytest.mark.slow
-def test_spans_reach_the_layers_and_those_of_multi_token_prediction():
+def test_spans_are_passed_to_decoder_and_mtp_layers():
     config = one_block()
     mixer = dataclasses.replace(config.blocks[0].mixer, spans=True)
     seeing = dataclasses.replace(config.blocks[0], mixer=mixer)
@@ -240,7 +240,7 @@ def test_spans_reach_the_layers_and_those_of_multi_token_prediction():
         pytest.param(jnp.zeros((2, 6)), ["float32"], id="dtype"),
     ],
 )
-def test_bad_spans_are_refused(spans, names):
-    """The checks of users who have no type checks."""
+def test_invalid_spans_are_refused(spans, names):
+    """The checks do not rely on jaxtyping."""
     with refused(ed.ConfigError, "spans", *names):
         check_inputs(one_block(), some_tokens(2, 6), spans=spans, name="Batch.tokens")

@@ -1,4 +1,4 @@
-"""Weights and optimizer states in the memory of the host: the same numbers, and memory that devices do not need."""
+"""Test weights and optimizer states in host memory: equal results and less device memory."""
 
 import dataclasses
 
@@ -52,7 +52,7 @@ def run(layout, optimizer, config=DEEP, remat="full", poison=False, **step):
     ],
 )
 def test_offloaded_steps_are_exact(sizes, offload, optimizer, remat):
-    """Arrays are where the layout says, before and after."""
+    """Arrays have the memory kind of the layout, before and after the step."""
     layout = ed.Layout() if sizes is None else ed.Layout.create(**sizes)
     optimizer = dataclasses.replace(ANY, **optimizer)
     plain, rows = run(layout, optimizer, remat=remat)
@@ -69,7 +69,7 @@ def test_offloaded_steps_are_exact(sizes, offload, optimizer, remat):
 
 
 @pytest.mark.slow
-def test_a_step_that_is_not_finite_changes_nothing():
+def test_non_finite_offloaded_step_changes_nothing():
     layout = dataclasses.replace(ed.Layout(), offload=ALL)
     model = filled(DEEP, remat="full").place(layout)
     table = model.embedding.table.at[31].set(jnp.nan)
@@ -83,8 +83,8 @@ def test_a_step_that_is_not_finite_changes_nothing():
 
 
 @pytest.mark.slow
-def test_checkpoints_of_offloaded_states(tmp_path):
-    """They are also restored without offloading."""
+def test_offloaded_states_are_saved_and_restored(tmp_path):
+    """Checkpoints can also be restored without offloading."""
     host = dataclasses.replace(ed.Layout.create(fsdp=4, data=2), offload=ALL)
     model = filled(DEEP).place(host)
     trainer = trainer_of(model)
@@ -161,15 +161,15 @@ def test_offloading_of_pipelines_is_refused():
         ed.Execution(layout=layout, pipeline=ed.Pipeline(microbatches=2))
 
 
-def test_settings_reach_the_layout():
+def test_offload_settings_are_passed_to_the_layout():
     config = TrainConfig(offload=ALL)
     assert config.execution().layout.offload == ALL and "offload=Offload(" in repr(config.execution().layout)
 
 
 @pytest.mark.slow
-def test_offloading_saves_memory_of_tpus():
-    """Layers of Llama 3.2 1B on four devices: the optimizer's state is no argument of theirs, and neither it nor the
-    weights come all at once."""
+def test_offloading_saves_tpu_memory():
+    """Layers of Llama 3.2 1B on four devices: the optimizer state is no device argument, and neither it nor the weights
+    are copied to the devices all at once."""
     config = ed.get_config("llama3.2-1b")
     config = dataclasses.replace(config, blocks=config.blocks[:8], vocab_size=8192)
     devices, found = tpu_devices("v5p:2x2x1"), []
@@ -183,8 +183,8 @@ def test_offloading_saves_memory_of_tpus():
         found.append((state_memory(trainer, state, 1), compiled.memory_analysis()))
     (_, plain), (known, host) = found
     assert host.host_argument_size_in_bytes == pytest.approx(known.host, rel=0.01)
-    assert host.host_alias_size_in_bytes == pytest.approx(known.host, rel=0.01)  # written where it is read
-    assert host.host_temp_size_in_bytes < 0.5 * known.host  # gradients, and no second copy of the state
+    assert host.host_alias_size_in_bytes == pytest.approx(known.host, rel=0.01)  # the state is updated in place
+    assert host.host_temp_size_in_bytes < 0.5 * known.host  # there are gradients, but no second copy of the state
     before, after = (each.argument_size_in_bytes + each.temp_size_in_bytes for each in (plain, host))
     assert plain.argument_size_in_bytes - host.argument_size_in_bytes > 0.95 * known.host
     assert after < before - 0.9 * known.host

@@ -1,4 +1,4 @@
-"""QK-clip: largest scores, and weights scaled until no score would have been larger than a threshold."""
+"""Test QK-clip: query and key weights are scaled if the maximum attention score exceeds a threshold."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ SIZES = dict(kv_rank=8, nope_dim=6, rope_dim=4, value_dim=5, query_scale=3.0)
 
 
 def decoder() -> ed.DecoderConfig:
-    """Two cycles of layers with and without a latent of queries, of which one has fewer heads."""
+    """Return a decoder with two cycles of MLA layers with and without a query latent; one layer has fewer heads."""
     mixers = (
         LatentAttentionConfig(num_heads=4, q_rank=8, **SIZES),
         None,
@@ -43,7 +43,7 @@ def maxima(model, tokens, segments):
 
 
 def test_scores_are_clipped_to_the_threshold():
-    """In the first layer, whose input does not change. Smaller scores stay."""
+    """The first layer is tested, because its input does not change. Smaller scores do not change."""
     tokens, segments = packed(4)
     model = filled(decoder())
     before = maxima(model, tokens, segments)
@@ -58,11 +58,11 @@ def test_scores_are_clipped_to_the_threshold():
     places = ("0.unit.0.mixer.query_up", "0.unit.0.mixer.kv_up", "0.unit.2.mixer.query", "0.unit.2.mixer.kv_up")
     assert changed <= {f"scanned_layers.{place}" for place in places} and f"scanned_layers.{places[0]}" in changed
     old, new = (each.scanned_layers[0].unit[0].mixer.kv_up for each in (model, clipped))
-    assert_array_equal(old[..., 6:], new[..., 6:])  # values
+    assert_array_equal(old[..., 6:], new[..., 6:])  # weights of values
 
 
-def test_factors_of_layers_and_heads():
-    """The square root for weights without RoPE, the factor itself for rotated queries; the shared key stays."""
+def test_clip_factors_of_layers_and_heads():
+    """Weights without RoPE get the square root of the factor, rotated queries the factor; shared keys do not change."""
     model = filled(decoder())
     scores = jnp.asarray([[50.0, 200, 100, 400], [100, 800, 0, 0], [-5, 1, 1000, 2], [400, 0, 0, 0]])
     gamma = np.minimum(1, 100 / (np.maximum(scores, 0) + 1e-6))
@@ -77,8 +77,8 @@ def test_factors_of_layers_and_heads():
 
 
 @pytest.mark.slow
-def test_a_step_clips_after_the_optimizer():
-    """By the largest score of all microbatches. A threshold above all scores changes nothing."""
+def test_step_clips_after_the_optimizer_update():
+    """The factor depends on the maximum score of all microbatches. A threshold above all scores changes nothing."""
     tokens, segments = packed(4)
     batch, model = Batch(tokens=tokens, segment_ids=segments), filled(decoder())
     largest = maxima(model, tokens, segments)
@@ -98,7 +98,7 @@ def test_a_step_clips_after_the_optimizer():
 
 
 @pytest.mark.slow
-def test_weight_averages_are_of_clipped_weights():
+def test_weight_averages_use_clipped_weights():
     tokens, segments = packed(2)
     model = filled(decoder())
     optimizer = OptimizerConfig(warmup_steps=0, ema_decay=0.75)
@@ -107,14 +107,16 @@ def test_weight_averages_are_of_clipped_weights():
     new, _ = eqx.filter_jit(trainer.advance)(state, Batch(tokens=tokens, segment_ids=segments))
     before, after = named_leaves(model), named_leaves(new.model)
     clipped = clipped_weights(model)
-    assert all(np.abs(after[name] - before[name]).max() > 1e-3 for name in clipped)  # more than a step of 3e-4
+    assert all(
+        np.abs(after[name] - before[name]).max() > 1e-3 for name in clipped
+    )  # more than the optimizer changes in a step with a rate of 3e-4
     want = {name: 0.75 * before[name] + 0.25 * after[name] for name in clipped}
     assert_close({name: new.ema[name] for name in clipped}, want, units=64)
 
 
 @pytest.mark.slow
 def test_largest_scores_may_be_negative():
-    """Documents of one token, also in microbatches."""
+    """Documents have one token, also with microbatches."""
     tokens = jnp.asarray([[3], [5]])
     model = filled(decoder())
     largest = maxima(model, tokens, jnp.ones_like(tokens))
@@ -132,12 +134,12 @@ def test_layers_of_multi_token_prediction_are_clipped():
     assert_close(
         clipped.mtp.depth.block.mixer.query_up[..., 6:], model.mtp.depth.block.mixer.query_up[..., 6:] / 4, units=8
     )
-    without = qk_clip(model, jnp.full((1, 4), 400.0))  # of a call without them
+    without = qk_clip(model, jnp.full((1, 4), 400.0))  # scores of a call without MTP layers
     assert_array_equal(without.mtp.depth.block.mixer.kv_up, model.mtp.depth.block.mixer.kv_up)
 
 
 @pytest.mark.slow
-def test_qk_clip_that_cannot_work_is_refused():
+def test_unsupported_qk_clip_is_refused():
     model = filled(decoder())
     with refused(ed.ConfigError, "qk_clip", "attention_maxima=True"):
         qk_clip(model, model(jnp.ones((1, 2), jnp.int32)).stats)

@@ -1,4 +1,4 @@
-"""The training step: what it computes, what it leaves alone, and that it is one program."""
+"""Test the training step: results, unchanged state, donation and compilation."""
 
 import dataclasses
 import functools
@@ -34,19 +34,19 @@ from tests.models import filled, packed, rich_decoder, some_tokens
 
 ROWS, LENGTH, POISONED = 8, 13, 31
 RICH = rich_decoder(2)
-CONFIG = dataclasses.replace(  # the cheapest to compile that has attention, an MLP and something of every kind
+CONFIG = dataclasses.replace(  # cheap to compile, with attention, an MLP and every kind of weight
     RICH, blocks=(dataclasses.replace(RICH.blocks[1], pre_mlp_norm=None, mlp=MLPConfig(mlp_dim=24, gated=False)),)
 )
 NOTHING = BlockConfig(mixer=None, mlp=None)
-BARE = dataclasses.replace(CONFIG, blocks=(NOTHING,))  # embedding, norm and head
+BARE = dataclasses.replace(CONFIG, blocks=(NOTHING,))  # only embedding, norm and head
 OPTIMIZERS = ("adamw", "lion", "adafactor", "muon")
-# With eps = 1 AdamW's first step is nearly the gradient's, so that a wrong scale of the gradient shows.
+# With eps = 1 the first update of AdamW is proportional to the gradient, so that a wrong gradient scale is detected.
 PLAIN = OptimizerConfig(learning_rate=0.1, schedule="linear", warmup_steps=4, eps=1.0, max_grad_norm=0.5)
-ANY = dataclasses.replace(PLAIN, eps=OptimizerConfig().eps)  # for all optimizers: AdamW alone reads eps
+ANY = dataclasses.replace(PLAIN, eps=OptimizerConfig().eps)  # valid for all optimizers: only AdamW reads eps
 
 
 def batch_of(poison: bool = False, rows: int = ROWS) -> Batch:
-    """Packed documents with 0 to 12 targets per row; without token `POISONED` unless asked for."""
+    """Return packed documents with 0 to 12 targets per row. Token `POISONED` occurs only if `poison` is set."""
     tokens, segments = (np.array(x) for x in packed(rows, LENGTH))
     tokens[tokens == POISONED] = 1
     if poison:
@@ -61,7 +61,7 @@ def trainer_of(model, optimizer=PLAIN, **step) -> Trainer:
 
 
 def first_state(trainer: Trainer, model, seed: int = 0) -> TrainState:
-    """A new state with copies of the weights, since a step donates its state."""
+    """Return a new state with copies of the weights, because the step donates its state."""
     return trainer.init(jax.tree.map(jnp.copy, model), key=jax.random.key(seed))
 
 
@@ -74,7 +74,7 @@ def advanced(trainer: Trainer, state: TrainState, batches) -> tuple[TrainState, 
 
 
 def host(tree):
-    """NumPy copies of all arrays and key data."""
+    """Return NumPy copies of all arrays and of key data."""
 
     def one(leaf):
         return np.array(jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
@@ -92,7 +92,7 @@ def no_stats(metrics):
 
 
 class Case:
-    """One model and one trainer, whose step is compiled once for all tests of this file."""
+    """A model and a trainer. The step is compiled once for all tests of this file."""
 
     def __init__(self):
         self.model = filled(CONFIG, layer_stats=True)
@@ -113,7 +113,7 @@ def case():
 
 @pytest.fixture
 def compilations():
-    """The names of compilation events."""
+    """Return a list that collects the names of compilation events."""
     events: list[str] = []
 
     def listen(event, seconds, **_):
@@ -126,8 +126,8 @@ def compilations():
 
 
 @pytest.mark.slow
-def test_a_step_returns_before_it_is_computed(case):
-    """The step is dispatched although its batch is still being computed."""
+def test_step_is_dispatched_asynchronously(case):
+    """The step returns while its batch is still being computed."""
     slow = jax.jit(lambda tokens, x: tokens + (jax.lax.fori_loop(0, 30, lambda _, x: x @ x, x)[0, 0] > 1).astype(int))
     zeros, batch = jnp.zeros((1500, 1500)), batch_of()
     state, _ = advanced(case.trainer, case.start(), [batch])
@@ -138,8 +138,8 @@ def test_a_step_returns_before_it_is_computed(case):
 
 
 @pytest.mark.slow
-def test_two_steps_are_clipped_adamw_on_the_plain_loss(case):
-    """In NumPy: the gradient of the mean loss, clipped by its global norm, and AdamW."""
+def test_two_steps_equal_clipped_adamw_in_numpy(case):
+    """NumPy reference: the gradient of the mean loss, clipping by global norm, and AdamW."""
     gradient_of = eqx.filter_jit(eqx.filter_value_and_grad(next_token_loss, has_aux=True))
     model, batch = case.model.replace(layer_stats=False), batch_of()
     weights = {name: np.asarray(leaf, np.float64) for name, leaf in named_leaves(model).items()}
@@ -151,7 +151,7 @@ def test_two_steps_are_clipped_adamw_on_the_plain_loss(case):
         (loss, sums), gradient = gradient_of(now, batch, fused=False)
         gradient = {name: np.asarray(leaf, np.float64) for name, leaf in named_leaves(gradient).items()}
         norm = np.sqrt(sum((g**2).sum() for g in gradient.values()))
-        assert norm > 1  # so that clipping matters
+        assert norm > 1  # clipping has an effect
         rate = 0.1 * step / 4
         for name, g in gradient.items():
             g = g * min(1.0, 0.5 / norm)
@@ -196,8 +196,8 @@ def test_accumulated_microbatches_equal_one_batch(case, count):
 
 
 @pytest.mark.slow
-def test_steps_do_not_depend_on_the_sum_of_weights(case):
-    """Also if the sum is below 1, and in microbatches."""
+def test_steps_do_not_depend_on_the_scale_of_the_weights(case):
+    """This also holds if the sum of weights is below 1, and with microbatches."""
     batch = batch_of()
     small = dataclasses.replace(batch, loss_mask=batch.loss_mask.astype(np.float32) * 2.0**-10)
     want, (row,) = advanced(case.trainer, case.start(), [batch])
@@ -210,7 +210,7 @@ def test_steps_do_not_depend_on_the_sum_of_weights(case):
             assert getattr(own, name) == pytest.approx(getattr(row, name), rel=1e-5), name
 
 
-def test_a_batch_that_is_no_multiple_of_microbatches_is_refused(case):
+def test_batch_size_must_be_a_multiple_of_the_microbatches(case):
     trainer = trainer_of(case.model, gradient_accumulation_steps=3)
     state = TrainState(model=case.model, optimizer=None, step=jnp.int32(0), skipped=jnp.int32(0), key=jax.random.key(0))
     with refused(ConfigError, "8", "StepConfig.gradient_accumulation_steps=3"):
@@ -220,13 +220,13 @@ def test_a_batch_that_is_no_multiple_of_microbatches_is_refused(case):
 @pytest.mark.parametrize(
     ("field", "value"), [("gradient_accumulation_steps", 0), ("gradient_accumulation_steps", -1), ("z_loss", -1.0)]
 )
-def test_bad_step_settings_are_refused(field, value):
+def test_invalid_step_settings_are_refused(field, value):
     with refused(ConfigError, f"StepConfig.{field}={value}"):
         StepConfig(**{field: value})
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_a_step_that_is_not_finite_changes_nothing(case, poison):
+def test_non_finite_step_changes_nothing(case, poison):
     table = case.model.embedding.table.at[POISONED].set(poison)
     model = eqx.tree_at(lambda m: m.embedding.table, case.model, table)
     good, bad = batch_of(), batch_of(poison=True)
@@ -234,20 +234,22 @@ def test_a_step_that_is_not_finite_changes_nothing(case, poison):
     kept = host(before)
     after, (skipped,) = advanced(case.trainer, before, [bad])
     assert not first.skipped and skipped.skipped and not np.isfinite(skipped.loss)
-    assert same_bits(after.model, kept.model) and same_bits(after.optimizer, kept.optimizer)
+    assert same_bits(after.model, kept.model) and assert_same_bits(after.optimizer, kept.optimizer)
     assert (int(after.step), int(after.skipped)) == (2, 1)
     assert float(skipped.learning_rate) == pytest.approx(0.05)
 
     went_on, (last,) = advanced(case.trainer, after, [good])
     never, (_, want) = advanced(case.trainer, first_state(case.trainer, model), [good, good])
-    assert same_bits(went_on.model, never.model) and same_bits(went_on.optimizer, never.optimizer)
-    assert float(last.learning_rate) == float(want.learning_rate) == pytest.approx(0.05)  # not that of a third step
+    assert same_bits(went_on.model, never.model) and assert_same_bits(went_on.optimizer, never.optimizer)
+    assert (
+        float(last.learning_rate) == float(want.learning_rate) == pytest.approx(0.05)
+    )  # the rate of the third step is not used
     assert not last.skipped and float(last.loss) == float(want.loss)
     assert (int(went_on.step), int(went_on.skipped)) == (3, 1)
 
 
-def test_a_loss_or_gradient_that_is_not_finite_skips_a_step(case):
-    """A target outside of the vocabulary has a loss of NaN and a finite gradient; huge logits have the reverse."""
+def test_non_finite_loss_or_gradient_skips_the_step(case):
+    """A target outside the vocabulary gives a NaN loss and a finite gradient; huge logits give the opposite."""
     good, tokens = batch_of(), batch_of().tokens.copy()
     row, column = np.argwhere((good.segment_ids[:, 1:] == good.segment_ids[:, :-1]) & good.loss_mask[:, 1:])[0]
     tokens[row, column + 1] = 32
@@ -260,10 +262,10 @@ def test_a_loss_or_gradient_that_is_not_finite_skips_a_step(case):
         assert np.isfinite(getattr(metrics, finite))
         assert np.isfinite(metrics.loss) != np.isfinite(metrics.grad_norm)
         assert metrics.skipped and (int(after.step), int(after.skipped)) == (1, 1)
-        assert same_bits(after.model, kept.model) and same_bits(after.optimizer, kept.optimizer)
+        assert same_bits(after.model, kept.model) and assert_same_bits(after.optimizer, kept.optimizer)
 
 
-def test_an_empty_batch_is_a_step_of_zeros(case):
+def test_empty_batch_gives_zero_loss_and_gradient(case):
     batch = batch_of()
     empty = dataclasses.replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
     state, (row,) = advanced(case.trainer, case.start(), [empty])
@@ -274,7 +276,7 @@ def test_an_empty_batch_is_a_step_of_zeros(case):
         assert_allclose(leaf, decay * np.asarray(before[name]), rtol=1e-6, err_msg=name)
 
 
-def test_the_old_state_is_donated_and_the_batch_is_not(case):
+def test_state_is_donated_and_batch_is_not(case):
     state, batch = case.start(), jax.tree.map(jnp.asarray, batch_of())
     new, _ = case.trainer.step(state, batch)
     for name, leaf in named_leaves((state.model, state.optimizer)).items():
@@ -283,7 +285,7 @@ def test_the_old_state_is_donated_and_the_batch_is_not(case):
 
 
 def test_steps_are_compiled_once(case, compilations):
-    """Also for weights without a sharding: shardings, weak types and counters do not change."""
+    """This also holds for unsharded weights: shardings, weak types and counters do not change."""
     trainer = trainer_of(case.model, dataclasses.replace(PLAIN, trainable=("final_norm.*", "*.out")))
     state, batch = first_state(trainer, case.model), place(batch_of(), ed.Layout(), ROWS)
     compilations.clear()
@@ -298,16 +300,16 @@ def test_steps_are_compiled_once(case, compilations):
     assert not compilations
 
 
-def test_the_same_seed_gives_the_same_bits(case):
+def test_equal_seeds_give_equal_bits(case):
     state, rows = advanced(case.trainer, case.start(), [batch_of()] * 2)
     want, others = case.two_steps
-    assert same_bits(state, want) and same_bits(rows, others)
+    assert same_bits(state, want) and assert_same_bits(rows, others)
 
 
 @pytest.mark.slow(fast=("1",))
 @pytest.mark.parametrize("count", [1, 2])
-def test_sharded_steps_equal_those_of_one_device(case, compilations, count):
-    """With packed documents, also in microbatches; compiled once."""
+def test_sharded_steps_equal_single_device(case, compilations, count):
+    """Batches have packed documents, also with microbatches. The step is compiled once."""
     layout = ed.Layout.create(fsdp=4, tensor=2)
     model = case.model.place(layout)
     trainer = trainer_of(model, gradient_accumulation_steps=count)
@@ -342,8 +344,8 @@ def test_optimizer_state_is_sharded_like_its_weights():
 @pytest.mark.slow(fast=("adamw-None", "adafactor-fsdp=4 tensor=2"))
 @pytest.mark.parametrize("mesh", [None, dict(fsdp=4, tensor=2)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_abstract_is_init_without_the_memory(name, mesh):
-    """128 features, so that Adafactor factors: rows and columns of second moments, not shaped like their weights."""
+def test_abstract_state_has_the_structure_of_init(name, mesh):
+    """With 128 features Adafactor factorizes its second moments; their shapes differ from those of the weights."""
     config = dataclasses.replace(rich_decoder(1), embed_dim=128, vocab_size=256)
     layout = ed.Layout() if mesh is None else ed.Layout.create(**mesh)
     target = ed.abstract(config, layout=layout)
@@ -361,8 +363,8 @@ def test_abstract_is_init_without_the_memory(name, mesh):
 @pytest.mark.slow(fast=("adamw-bfloat16", "muon-float32"))
 @pytest.mark.parametrize("params", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_keeps_structure_shapes_and_dtypes(name, params):
-    """Also with bfloat16 weights and microbatches, without compilation."""
+def test_step_preserves_structure_shapes_and_dtypes(name, params):
+    """This also holds with bfloat16 weights and microbatches. The test does not compile the step."""
     model = ed.abstract(CONFIG, precision=ed.Precision(params=params, compute=jnp.bfloat16))
     for count in (1, 2):
         trainer = trainer_of(model, dataclasses.replace(ANY, name=name), gradient_accumulation_steps=count)
@@ -417,8 +419,8 @@ def in_dtype(config, params) -> ed.Decoder:
 
 @pytest.mark.slow(fast=("float32",))
 @pytest.mark.parametrize("params", [jnp.float32, jnp.bfloat16])
-def test_running_means_are_the_formula_over_a_loop(params):
-    """Of the trained weights alone, sharded like them, in float32; a step that is not finite leaves them alone."""
+def test_weight_averages_equal_a_python_loop(params):
+    """Only trained weights are averaged, in float32 with the sharding of the weights. Non-finite steps are skipped."""
     layout, model = ed.Layout.create(fsdp=4, tensor=2), in_dtype(BARE, params)
     model = eqx.tree_at(lambda m: m.embedding.table, model, model.embedding.table.at[POISONED].set(np.nan)).place(
         layout
@@ -449,7 +451,7 @@ def test_running_means_are_the_formula_over_a_loop(params):
 
 
 @pytest.mark.slow
-def test_a_bfloat16_state_is_restored_exactly(tmp_path):
+def test_bfloat16_state_is_restored_exactly(tmp_path):
     model = in_dtype(BARE, jnp.bfloat16)
     trainer = trainer_of(model, dataclasses.replace(PLAIN, moments_dtype="bfloat16", ema_decay=0.5))
     state, _ = advanced(trainer, first_state(trainer, model), [batch_of()] * 2)
@@ -465,7 +467,7 @@ def test_a_bfloat16_state_is_restored_exactly(tmp_path):
 
 @pytest.mark.slow
 def test_bfloat16_halves_the_memory_of_weights_and_moments():
-    """By XLA's size of the arguments, for two weights of 4,096 x 64."""
+    """The sizes are XLA's argument sizes, for two weights of shape 4096 x 64."""
     config = dataclasses.replace(BARE, vocab_size=4096, embed_dim=64)
     sizes = []
     for params, moments in (("float32", "float32"), ("bfloat16", "bfloat16")):
@@ -478,7 +480,7 @@ def test_bfloat16_halves_the_memory_of_weights_and_moments():
     assert 0.5 < sizes[1] / sizes[0] < 0.51
 
 
-def test_a_trainable_pattern_without_a_weight_is_refused():
+def test_trainable_pattern_without_a_match_is_refused():
     model = ed.abstract(CONFIG)
     with refused(ConfigError, "OptimizerConfig.trainable", "'embeding.*'", "embedding.table"):
         trainer_of(model, dataclasses.replace(PLAIN, trainable=("embeding.*",)))
@@ -497,8 +499,8 @@ DRAWS = {
 
 
 @pytest.mark.slow
-def test_only_random_layers_get_a_key():
-    """Each kind of dropout: only then does the program have random bits."""
+def test_only_models_with_dropout_use_random_bits():
+    """The program contains random bits only with dropout. Each kind of dropout is tested."""
 
     def draws(config) -> bool:
         model = ed.abstract(config)
@@ -513,7 +515,7 @@ def test_only_random_layers_get_a_key():
 
 @pytest.mark.slow
 def test_microbatches_have_different_dropout():
-    """With one key for both, of a row each, it would not matter which comes first."""
+    """With equal keys, swapping the two microbatches (one row each) would not change the result."""
     model = filled(dataclasses.replace(BARE, dropout=0.5))
     trainer = trainer_of(model, gradient_accumulation_steps=2)
     run = eqx.filter_jit(lambda tokens: trainer._gradient(model, Batch(tokens=tokens), jax.random.key(0))[1].loss)
@@ -523,7 +525,7 @@ def test_microbatches_have_different_dropout():
 
 @pytest.mark.slow
 def test_dropout_differs_between_steps_and_microbatches():
-    """Every kind of dropout, and the losses of a router: the fused step is the plain loss with the step's key."""
+    """With every kind of dropout and router losses, the step equals the plain loss with the key of the step."""
     blocks = (dataclasses.replace(HIDDEN, dropout=0.2), dataclasses.replace(NOTHING, mlp=SHARED))
     model = filled(dataclasses.replace(BARE, blocks=blocks, dropout=0.5))
     trainer = trainer_of(model, gradient_accumulation_steps=2)
@@ -539,7 +541,7 @@ def test_dropout_differs_between_steps_and_microbatches():
 
     assert loss(0, 0) == loss(0, 0)
     assert len({loss(0, 0), loss(1, 0), loss(2, 0), loss(0, 1)}) == 4
-    # with one key for both microbatches, of a row each, their order would not matter
+    # with equal keys, swapping the two microbatches (one row each) would not change the result
     assert abs(loss(0, 0) - loss(0, 0, tokens[::-1])) > 1e-3
 
     @eqx.filter_jit
@@ -557,7 +559,7 @@ def test_dropout_differs_between_steps_and_microbatches():
 
 
 @pytest.mark.slow
-def test_every_setting_of_a_step_reaches_it(monkeypatch):
+def test_every_step_setting_takes_effect(monkeypatch):
     """All fields of `StepConfig` (of QK-clip in test_qk_clip.py), and the norm of `OptimizerConfig`; for its other
     fields see test_optimizer.py."""
     model = filled(dataclasses.replace(BARE, dropout=0.5))
@@ -573,7 +575,7 @@ def test_every_setting_of_a_step_reaches_it(monkeypatch):
     assert others.keys() | {"fused_loss", "qk_clip_threshold"} == {
         field.name for field in dataclasses.fields(StepConfig)
     }
-    for other in (norm, *others.values()):  # with microbatches dropout draws otherwise
+    for other in (norm, *others.values()):  # with microbatches, dropout masks differ
         assert any(float(jnp.abs(plain[name] - other[name]).max()) > 1e-5 for name in plain)
 
     def refuse(*_, **__):
@@ -590,8 +592,8 @@ def test_every_setting_of_a_step_reaches_it(monkeypatch):
         trace(fused=True)
 
 
-def test_activations_of_microbatches_have_the_statistics_of_the_batch():
-    """Also if the microbatches have different means."""
+def test_activation_statistics_of_microbatches_equal_the_batch():
+    """This also holds if the microbatches have different means."""
     model = filled(BARE, layer_stats=True)
     batch = batch_of(rows=4)
     tokens = np.where(np.arange(4)[:, None] % 2 == 0, 1, batch.tokens)

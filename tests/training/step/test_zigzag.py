@@ -1,4 +1,4 @@
-"""Tokens in zig-zag: the loss, its gradients and evaluation are those of tokens in order."""
+"""Test the zigzag token order: loss, gradients and evaluation equal those of the plain order."""
 
 import dataclasses
 import re
@@ -38,7 +38,7 @@ from tests.models import EMBED, VOCAB, filled, packed, rich_decoder
 
 @eqx.filter_jit
 def results(model, batch):
-    """Loss, metrics, gradient, and sums of evaluation."""
+    """Return the loss, metrics, gradient, and evaluation sums."""
     loss = eqx.filter_value_and_grad(ed.next_token_loss, has_aux=True)
     return loss(model, batch), evaluation_sums(model, batch)
 
@@ -66,7 +66,7 @@ def rich(latent: bool) -> ed.Decoder:
         (False, dict(context=2, tensor_sequence=2, data=2)),
     ],
 )
-def test_zigzag_equals_plain(latent, sizes):
+def test_zigzag_order_equals_plain_order(latent, sizes):
     batch, model = rows(), rich(latent)
     many = model.place(ed.Layout.create(**sizes)).replace(context_order="zigzag")
     (got, got_bar), got_sums = results(many, batch)
@@ -102,7 +102,7 @@ def test_multi_token_prediction_in_zigzag_order(options):
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["plain", "zigzag"])
 def test_residual_streams_are_not_gathered(order):
-    """In a step with two MTP depths only token ids are gathered along a row."""
+    """In a step with two MTP depths, only token ids are gathered along the sequence."""
     model = with_depths().place(ed.Layout.create(context=4, data=2)).replace(context_order=order, context_form="ring")
     arrays, static = eqx.partition((model, rows(64)), eqx.is_array)
     text = jax.jit(lambda arrays: results(*eqx.combine(arrays, static))).lower(arrays).compile().as_text()
@@ -119,8 +119,8 @@ def test_next_tokens_in_zigzag_order():
 
 
 @pytest.mark.slow
-def test_tokens_are_in_zigzag_order_and_keys_are_not(monkeypatch):
-    """Each device has tokens of the start and the end of a row, with their targets."""
+def test_tokens_are_reordered_and_keys_are_not(monkeypatch):
+    """Each device has tokens from the start and from the end of a row, with their targets."""
     layout = ed.Layout.create(context=4, data=2)
     model = rich(False).place(layout).replace(context_order="zigzag")
     batch = ed.Batch(tokens=jnp.arange(32, dtype=jnp.int32)[None].repeat(2, 0))
@@ -147,7 +147,7 @@ def test_tokens_are_in_zigzag_order_and_keys_are_not(monkeypatch):
 
 @pytest.mark.slow(fast=("zigzag",))
 @pytest.mark.parametrize("order", ["plain", "zigzag"])
-def test_largest_scores_are_found_in_the_order_that_is_said(monkeypatch, order):
+def test_max_scores_use_the_configured_order(monkeypatch, order):
     aligned = []
 
     def recording(inputs, options):
@@ -191,7 +191,7 @@ ENGRAM = EngramConfig(
     ],
     ids=["recurrence", "blocks", "n-grams", "further tokens"],
 )
-def test_layers_that_depend_on_the_order_of_tokens_are_refused(config, named):
+def test_order_dependent_layers_are_refused(config, named):
     model = ed.abstract(config(), context_order="zigzag")
     with refused(ConfigError, "Execution.context_order='zigzag'", f"DecoderConfig.{named}"):
         in_context_order(model.config, model.execution, rows(), *next_tokens(rows()))
@@ -218,11 +218,11 @@ def test_layers_that_depend_on_the_order_of_tokens_are_refused(config, named):
         ),
     ],
 )
-def test_mixers_declare_whether_they_depend_on_the_order_of_tokens(mixer, depends):
+def test_mixers_declare_their_order_dependence(mixer, depends):
     assert mixer.depends_on_token_order is depends
 
 
-def test_capacities_and_spans_are_refused():
+def test_expert_capacities_and_spans_are_refused():
     sparse = changed(mlp=ExpertsConfig(num_experts=4, num_experts_per_token=2, mlp_dim=8, capacity_factor=1.0))
     model = ed.abstract(sparse, context_order="zigzag")
     with refused(ConfigError, "ExpertsConfig"):
