@@ -41,8 +41,8 @@ from eqx_decoders.io.huggingface.peft import load_peft
 from eqx_decoders.io.interrupt import Interrupt
 from eqx_decoders.io.program_cache import keep_programs
 from eqx_decoders.io.status import StatusLine
-from eqx_decoders.io.text.answers.formats import ToolFormat, find_tool_format
 from eqx_decoders.io.text.chat_template import ChatTemplate
+from eqx_decoders.io.text.output_parsing.formats import ToolFormatName, find_tool_format
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
@@ -114,7 +114,7 @@ class ServeConfig(ModelSource, EngineLimits):
     limit_concurrency: PositiveInt | None = None
     """Maximum number of open connections. Requests of further connections are answered with status 503. None: 1000, or
     the number of requests that may wait or run if that is more."""
-    tool_call_parser: Literal["auto", "none"] | ToolFormat = "auto"
+    tool_call_parser: Literal["auto", "none"] | ToolFormatName = "auto"
     """Tool-call format of the model. auto: detected from the chat template; none: tool calls are returned as text."""
     special_tokens_in_content: bool = False
     """Tokenize names of special tokens in messages as special tokens, as transformers does. False: as plain text."""
@@ -336,7 +336,7 @@ def api_config(config: ServeConfig, text: TextModel) -> ApiConfig:
     )
 
 
-def _call_format(parser: Any, chat: ChatTemplate | None) -> ToolFormat | None:
+def _call_format(parser: Any, chat: ChatTemplate | None) -> ToolFormatName | None:
     """Return the tool-call format for `--tool-call-parser`; None: tool calls are returned as text.
 
     Logs a warning if the chat template takes tools and its tool-call format is unknown.

@@ -27,9 +27,9 @@ from eqx_decoders.data.sources.records import as_texts
 from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.io.processors.prompts import check_parts
 from eqx_decoders.io.text import span_encoding
-from eqx_decoders.io.text.answers.formats import functions_of
 from eqx_decoders.io.text.chat_rendering import called_tools
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered, check_messages
+from eqx_decoders.io.text.output_parsing.formats import iter_functions
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
 
 
@@ -297,7 +297,7 @@ def _reasoning_and_text(message: Mapping[str, Any]) -> tuple[str, str]:
 
 def _tool_names(tools: Any) -> list[str]:
     """Return the names of the functions in the definitions of tools."""
-    return [function["name"] for function in functions_of(tools)] if isinstance(tools, list) else []
+    return [function["name"] for function in iter_functions(tools)] if isinstance(tools, list) else []
 
 
 def _split_at_prompt(spans: tuple[Span, ...], end: int) -> tuple[Span, ...]:

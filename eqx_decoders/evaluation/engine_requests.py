@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from eqx_decoders.errors import EqxDecodersError, check
-from eqx_decoders.io.text.answers.formats import ReasoningFormat
-from eqx_decoders.io.text.answers.parser import PROMPT_END, AnswerFormat, AnswerParser
+from eqx_decoders.io.text.output_parsing.formats import ReasoningFormat
+from eqx_decoders.io.text.output_parsing.parser import PROMPT_TAIL_TOKENS, OutputFormat, OutputParser
 from eqx_decoders.io.text.tokenizer import Tokenizer, decode
 from eqx_decoders.serving.engine.request import QueueFull, Request, RequestOutput
 from eqx_decoders.serving.engine.sampler import SamplingParams
@@ -106,11 +106,11 @@ class _CompletionWriter:
         return Completion("".join(self._pieces), self._count, end_reason)
 
 
-def _reasoning_parser(tokenizer: Tokenizer, request: CompletionRequest) -> AnswerParser | None:
+def _reasoning_parser(tokenizer: Tokenizer, request: CompletionRequest) -> OutputParser | None:
     """Return a parser that finds the end of the reasoning, or None if there is no reasoning or no stop string."""
     if request.reasoning is None or not request.stop:
         return None
-    return AnswerFormat(None, request.reasoning).parser(prompt=decode(tokenizer, request.prompt[-PROMPT_END:]))
+    return OutputFormat(None, request.reasoning).parser(prompt=decode(tokenizer, request.prompt[-PROMPT_TAIL_TOKENS:]))
 
 
 def run_requests(

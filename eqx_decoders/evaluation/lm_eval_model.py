@@ -15,8 +15,8 @@ from eqx_decoders.evaluation.engine_requests import (
 from eqx_decoders.evaluation.scoring import score_continuations, score_texts
 from eqx_decoders.evaluation.task_run import AnswerSettings, TextSource
 from eqx_decoders.evaluation.text_sets import prefix_id, with_prefix
-from eqx_decoders.io.text.answers.formats import reasoning_format
 from eqx_decoders.io.text.chat_template import up_to_end_mark, with_end_mark
+from eqx_decoders.io.text.output_parsing.formats import find_reasoning_format
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
 from eqx_decoders.serving.engine.sampler import SamplingParams
 
@@ -228,7 +228,7 @@ class EngineMethods:
             sampling=SamplingParams(temperature=temperature, seed=seed, **filters),
             stop=tuple(stop for stop in until if stop and self._special_token(stop) is None),
             stop_ids=tuple({*self.text.stop_ids, *special_ids}),
-            reasoning=None if self.text.chat is None else reasoning_format(self.text.chat.source),
+            reasoning=None if self.text.chat is None else find_reasoning_format(self.text.chat.source),
         )
 
     def _warn_of_long_contexts(self, lengths: Iterable[int]) -> None:

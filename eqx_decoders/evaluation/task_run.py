@@ -21,8 +21,8 @@ from eqx_decoders.evaluation.engine_requests import (
 from eqx_decoders.evaluation.grading import Grade, grade_completions
 from eqx_decoders.evaluation.task import LoadedTask
 from eqx_decoders.evaluation.task_scores import TaskScores
-from eqx_decoders.io.text.answers.formats import reasoning_format
 from eqx_decoders.io.text.chat_template import ChatTemplate
+from eqx_decoders.io.text.output_parsing.formats import find_reasoning_format
 from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.serving.engine.config import EngineConfig, EngineLimits
 from eqx_decoders.serving.engine.sampler import SamplingParams
@@ -132,7 +132,7 @@ def completion_requests(text: TextSource, task: LoadedTask, settings: AnswerSett
         template_variables(example, f"task {task.name!r}, example {number}") if example.get("messages") else {}
         for number, example in enumerate(task.examples, 1)
     ]
-    reasoning = None if text.chat is None else reasoning_format(text.chat.source)
+    reasoning = None if text.chat is None else find_reasoning_format(text.chat.source)
     return [
         CompletionRequest(
             prompt=tuple(ids.tolist()),

@@ -7,10 +7,10 @@ from typing import Any, Literal, NamedTuple
 
 from eqx_decoders.data.prompt_batches import encode_rendered, encode_text_prompt
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.io.text.answers.formats import ToolFormat
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered
+from eqx_decoders.io.text.output_parsing.formats import ToolFormatName, tool_format_or_default
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
-from eqx_decoders.io.text.tool_calls import parse_tool_calls, tool_format
+from eqx_decoders.io.text.tool_calls import parse_tool_calls
 from eqx_decoders.rl.completions import completion_text
 from eqx_decoders.serving.rollouts import Rollout
 
@@ -167,10 +167,10 @@ class CompletionParser:
     - `parser`: format of tool calls. `auto`: the format of the chat template.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, parser: Literal["auto"] | ToolFormat):
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, parser: Literal["auto"] | ToolFormatName):
         self._tokenizer, self._template = tokenizer, template
         source = "" if template is None else template.source_with_tools
-        self._format: ToolFormat = tool_format(source) if parser == "auto" else parser
+        self._format: ToolFormatName = tool_format_or_default(source) if parser == "auto" else parser
 
     @functools.cached_property
     def _structured(self) -> bool:
@@ -184,7 +184,7 @@ class CompletionParser:
         if not tools:
             return ParsedTurn(completion, message)
         parsed = parse_tool_calls(completion_text(self._tokenizer, rollout, special=True), self._format, tools)
-        errors = (*parsed.malformed, *(["the call is incomplete"] if parsed.partial else []))
+        errors = (*parsed.malformed, *(["the call is incomplete"] if parsed.incomplete else []))
         if not parsed.calls and not errors:
             return ParsedTurn(completion, message)
         calls = [_call(num_calls + index, *call) for index, call in enumerate(parsed.calls)]

@@ -12,16 +12,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.io.text.answers.formats import (
-    ANSWER_WRAPPERS,
+from eqx_decoders.io.text.output_parsing.formats import (
+    CONTENT_WRAPPERS,
     REASONING_FORMATS,
-    TOOL_CALL_FORMAT,
     TOOL_CALL_FORMATS,
+    TOOL_CALL_FORMATS_BY_NAME,
     ToolCallFormat,
-    ToolFormat,
-    functions_of,
-    reasoning_format,
-    tool_format,
+    ToolFormatName,
+    find_reasoning_format,
+    iter_functions,
+    tool_format_or_default,
 )
 from eqx_decoders.serving.frontend.api_errors import shown
 from eqx_decoders.serving.frontend.json_schemas import NUMBER_RULES, STRING_RULES, prepare_schema
@@ -56,7 +56,7 @@ MARKERS = frozenset(
         *(text for row in REASONING_FORMATS for pair in row.wrappers for text in pair),
         # gpt-oss writes its reasoning and its tool calls as messages of the same format
         *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
-        *(text for pair in ANSWER_WRAPPERS for text in pair),
+        *(text for pair in CONTENT_WRAPPERS for text in pair),
         "<|channel>",
     }
 )
@@ -97,14 +97,14 @@ class CallGrammar(NamedTuple):
     - `max_calls`: maximum number of calls; None: unlimited.
     """
 
-    format: ToolFormat
+    format: ToolFormatName
     tools: tuple[tuple[str, str], ...]
     required: bool
     max_calls: int | None = None
 
 
 def call_grammar(
-    format: ToolFormat, tools: Sequence[Mapping[str, Any]], *, required: bool, max_calls: int | None = None
+    format: ToolFormatName, tools: Sequence[Mapping[str, Any]], *, required: bool, max_calls: int | None = None
 ) -> CallGrammar:
     """Return the grammar of calls to the given tools.
 
@@ -112,9 +112,9 @@ def call_grammar(
     JSON arguments accept any object, and the other formats constrain only the names, order and types of parameters.
     """
     budget = VisitBudget()
-    as_json = TOOL_CALL_FORMAT[format].syntax in ("json", "named_json", "harmony")
+    as_json = TOOL_CALL_FORMATS_BY_NAME[format].syntax in ("json", "named_json", "harmony")
     schemas = dict[str, str]()
-    for function in functions_of(tools):
+    for function in iter_functions(tools):
         schema = function.get("parameters")
         if not isinstance(schema, dict):
             schema = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -232,9 +232,9 @@ def chat_grammar(
         return None
     if calls is not None and calls.required:
         form = None
-    if tool_format(template) == "harmony" or (calls is not None and calls.format == "harmony"):
+    if tool_format_or_default(template) == "harmony" or (calls is not None and calls.format == "harmony"):
         return CompletionGrammar(form, calls and calls._replace(format="harmony"), harmony=True)
-    row = reasoning_format(template)
+    row = find_reasoning_format(template)
     if row is None:
         return form if calls is None else CompletionGrammar(form, calls)
     end = prompt_end.rstrip()
@@ -453,7 +453,7 @@ class _Writer:
             return self._content(form)
         if calls.required:
             return self._calls(calls)
-        row = TOOL_CALL_FORMAT[calls.format]
+        row = TOOL_CALL_FORMATS_BY_NAME[calls.format]
         if form is None:
             return self.rule("completion", self._text_or_calls(row, calls))
         return self.rule("completion", f"{self._calls_instead_of(form, row, calls)} | {self._content(form)}")
@@ -463,7 +463,7 @@ class _Writer:
 
         If the calls have no start marker, the rule is written so that llguidance can distinguish them from the form.
         """
-        if not row.bare or self._start_marker(row):
+        if not row.marker_optional or self._start_marker(row):
             return self._calls(calls)
         if form.kind != "json":
             return f"{self.text(row.start_markers[0])} {self._calls(calls)}"
@@ -596,7 +596,7 @@ class _Writer:
 
     def _calls(self, calls: CallGrammar, skip: str = "") -> str:
         """Return the rule of a list of calls. `skip`: start marker that is matched before this rule."""
-        row = TOOL_CALL_FORMAT[calls.format]
+        row = TOOL_CALL_FORMATS_BY_NAME[calls.format]
         arguments = list[tuple[str, str]]()
         for name, schema in calls.tools:
             with errors_of_tool(name):

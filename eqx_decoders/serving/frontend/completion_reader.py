@@ -1,8 +1,8 @@
 """Incremental reader of chat completions: token ids to reasoning, content and tool calls.
 
-`io.text.answers` splits a completion into its parts. Special tokens are recognized by their ids. Special tokens of the
-format of the model separate the parts. The names of all other special tokens are removed, or are text if the request
-keeps special tokens. Stop strings and stop tokens of the request can only end the content. They do not cut the
+`io.text.output_parsing` splits a completion into its parts. Special tokens are recognized by their ids. Special tokens
+of the format of the model separate the parts. The names of all other special tokens are removed, or are text if the
+request keeps special tokens. Stop strings and stop tokens of the request can only end the content. They do not cut the
 reasoning.
 """
 
@@ -10,19 +10,19 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from eqx_decoders.io.text.answers.cut_calls import CutCall, cut_call
-from eqx_decoders.io.text.answers.formats import TOOL_CALL_FORMAT, FunctionCall, ToolFormat
-from eqx_decoders.io.text.answers.parser import (
-    AnswerFormat,
-    AnswerParser,
+from eqx_decoders.io.text.output_parsing.formats import TOOL_CALL_FORMATS_BY_NAME, FunctionCall, ToolFormatName
+from eqx_decoders.io.text.output_parsing.parser import (
     Call,
     Content,
-    ContentSpacing,
     ContentWasReasoning,
     Event,
-    Partial,
+    IncompleteCall,
+    OutputFormat,
+    OutputParser,
     Reasoning,
+    WhitespaceFilter,
 )
+from eqx_decoders.io.text.output_parsing.truncated_calls import TruncatedCall, parse_truncated_call
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, decode
 from eqx_decoders.serving.frontend.detokenizer import Detokenizer, StopStrings
 
@@ -40,7 +40,7 @@ class CompletionParts(NamedTuple):
 
     content: str = ""
     reasoning: str = ""
-    calls: tuple[FunctionCall | CutCall, ...] = ()
+    calls: tuple[FunctionCall | TruncatedCall, ...] = ()
     was_reasoning: bool = False
 
 
@@ -51,31 +51,31 @@ class CompletionReader:
 
     **Arguments:**
 
-    - `answer_format`: format of the completion.
+    - `output_format`: format of the completion.
     - `parser`: parser of this completion.
     - `special`: keep the names of special tokens that do not belong to the format.
     - `has_calls`: whether the completion may contain tool calls.
-    - `read_cut_call`: function that parses an incomplete tool call. If it is set and the completion is cut off before
-        its first tool call is complete, the incomplete call is returned.
+    - `read_truncated_call`: function that parses an incomplete tool call. If this function is set and the completion
+        is truncated before its first tool call is complete, the incomplete call is returned.
     """
 
     def __init__(
         self,
         tokenizer: JsonTokenizer,
-        answer_format: AnswerFormat,
-        parser: AnswerParser,
+        output_format: OutputFormat,
+        parser: OutputParser,
         *,
         special: bool = False,
         has_calls: bool = True,
-        read_cut_call: Callable[[str, str], CutCall | None] | None = None,
+        read_truncated_call: Callable[[str, str], TruncatedCall | None] | None = None,
     ):
-        self._format, self._parser, self._special = answer_format, parser, special
-        self._read_cut_call = read_cut_call
+        self._format, self._parser, self._special = output_format, parser, special
+        self._read_truncated_call = read_truncated_call
         self._special_names: Mapping[int, str] = tokenizer.special_ids
         self._detokenizer = Detokenizer(tokenizer)
         self.stops = StopStrings(())
         """Search for the stop strings of the content. Replace it before the first token to use stop strings."""
-        self._spacing = ContentSpacing() if has_calls else None
+        self._whitespace_filter = WhitespaceFilter() if has_calls else None
 
     @property
     def may_reason(self) -> bool:
@@ -130,7 +130,7 @@ class CompletionReader:
 
     def _parts(self, events: Sequence[Event], *, search: bool) -> CompletionParts:
         content = reasoning = ""
-        calls, was_reasoning = list[FunctionCall | CutCall](), False
+        calls, was_reasoning = list[FunctionCall | TruncatedCall](), False
         for event in events:
             if self.stops.found is not None:
                 break
@@ -139,25 +139,25 @@ class CompletionReader:
             elif isinstance(event, ContentWasReasoning):
                 reasoning, content = reasoning + content + self.stops.flush(), ""
                 calls, was_reasoning = [], True
-                self._spacing = None if self._spacing is None else ContentSpacing()
-            elif isinstance(event, Partial) and (call := self._cut_call(event)) is not None:
+                self._whitespace_filter = None if self._whitespace_filter is None else WhitespaceFilter()
+            elif isinstance(event, IncompleteCall) and (call := self._truncated_call(event)) is not None:
                 calls.append(call)
             elif isinstance(event, Call):
-                self._read_cut_call = None  # after a complete call, incomplete calls are not returned
+                self._read_truncated_call = None  # after a complete call, incomplete calls are not returned
                 content += self._spaced(self.stops.flush())
                 calls.append(event.call)
-                if self._spacing is not None:
-                    self._spacing.call()
+                if self._whitespace_filter is not None:
+                    self._whitespace_filter.push_call()
             elif isinstance(event, Content) and search:
                 content += self._spaced(self.stops.push(self._visible(event.text)))
             else:  # content without a search for stop strings, and the text of malformed or incomplete calls
                 content += self._spaced(self.stops.flush() + self._visible(event.text))
         return CompletionParts(content, reasoning, tuple(calls), was_reasoning)
 
-    def _cut_call(self, event: Partial) -> CutCall | None:
-        return (
-            None if self._read_cut_call is None else self._read_cut_call(self._format.restore(event.text), event.tool)
-        )
+    def _truncated_call(self, event: IncompleteCall) -> TruncatedCall | None:
+        if self._read_truncated_call is None:
+            return None
+        return self._read_truncated_call(self._format.restore(event.text), event.tool)
 
     def _visible(self, text: str) -> str:
         """Replace the placeholders of special tokens with their names, or remove them."""
@@ -165,18 +165,18 @@ class CompletionReader:
 
     def _spaced(self, text: str, *, final: bool = False) -> str:
         """Return content without the whitespace around tool calls. `final`: the content is complete."""
-        if self._spacing is None:
+        if self._whitespace_filter is None:
             return text
-        return self._spacing.push(text) + (self._spacing.flush() if final else "")
+        return self._whitespace_filter.push(text) + (self._whitespace_filter.flush() if final else "")
 
 
 @functools.lru_cache(8)
-def find_answer_format(source: str, special_names: tuple[str, ...], calls: ToolFormat | None) -> AnswerFormat:
-    """Return the format of completions to prompts of a chat template. See `AnswerFormat.of_template`."""
-    return AnswerFormat.of_template(source, special_names, calls)
+def find_output_format(source: str, special_names: tuple[str, ...], calls: ToolFormatName | None) -> OutputFormat:
+    """Return the format of completions to prompts of a chat template. See `OutputFormat.from_template`."""
+    return OutputFormat.from_template(source, special_names, calls)
 
 
-def prompt_text(tokenizer: JsonTokenizer, answer_format: AnswerFormat, ids: Sequence[int]) -> str:
+def prompt_text(tokenizer: JsonTokenizer, output_format: OutputFormat, ids: Sequence[int]) -> str:
     """Decode the last ids of a prompt. Special tokens of the completion's format become placeholders."""
     pieces, plain = list[str](), list[int]()
     for token in ids:
@@ -184,7 +184,7 @@ def prompt_text(tokenizer: JsonTokenizer, answer_format: AnswerFormat, ids: Sequ
         if name is None:
             plain.append(token)
             continue
-        pieces += decode(tokenizer, plain), answer_format.placeholders.get(name, "")
+        pieces += decode(tokenizer, plain), output_format.placeholders.get(name, "")
         plain = []
     return "".join([*pieces, decode(tokenizer, plain)])
 
@@ -192,7 +192,7 @@ def prompt_text(tokenizer: JsonTokenizer, answer_format: AnswerFormat, ids: Sequ
 def create_reader(
     tokenizer: JsonTokenizer,
     source: str,
-    calls: ToolFormat | None,
+    calls: ToolFormatName | None,
     tools: Sequence[Mapping[str, Any]],
     prompt: Sequence[int],
     *,
@@ -210,16 +210,16 @@ def create_reader(
     - `special`: keep the names of special tokens that do not belong to the format.
     - `must_call`: the completion must be a tool call.
     """
-    answer_format = find_answer_format(source, tokenizer.special_names, calls)
+    output_format = find_output_format(source, tokenizer.special_names, calls)
     has_calls = bool(tools) and calls is not None
-    if not answer_format.is_harmony and answer_format.reasoning is None and not has_calls:
+    if not output_format.is_harmony and output_format.reasoning is None and not has_calls:
         return None
-    parser = answer_format.parser(
-        tools, prompt=prompt_text(tokenizer, answer_format, prompt), calls=has_calls, must_call=must_call
+    parser = output_format.parser(
+        tools, prompt=prompt_text(tokenizer, output_format, prompt), calls=has_calls, must_call=must_call
     )
-    read_cut_call = None
+    read_truncated_call = None
     if must_call and calls is not None:
-        read_cut_call = functools.partial(cut_call, TOOL_CALL_FORMAT[calls], tools)
+        read_truncated_call = functools.partial(parse_truncated_call, TOOL_CALL_FORMATS_BY_NAME[calls], tools)
     return CompletionReader(
-        tokenizer, answer_format, parser, special=special, has_calls=has_calls, read_cut_call=read_cut_call
+        tokenizer, output_format, parser, special=special, has_calls=has_calls, read_truncated_call=read_truncated_call
     )

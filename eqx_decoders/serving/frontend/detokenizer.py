@@ -4,7 +4,7 @@ import copy
 import functools
 from collections.abc import Sequence
 
-from eqx_decoders.io.text.answers.scanners import partial_match
+from eqx_decoders.io.text.output_parsing.scanners import partial_match_length
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, decode
 
 
@@ -119,7 +119,7 @@ class StopStrings:
             end, _, self.found = first
             self._buffered = ""
             return pending[: end if self._include else end - len(self.found)]
-        num_buffered = partial_match(pending, self._stops)
+        num_buffered = partial_match_length(pending, self._stops)
         self._buffered = pending[len(pending) - num_buffered :]
         return pending[: len(pending) - num_buffered]
 

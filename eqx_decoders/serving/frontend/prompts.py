@@ -15,9 +15,9 @@ from eqx_decoders.errors import ConversionError
 from eqx_decoders.inference.text_model import TextModel
 from eqx_decoders.io.processors.processor import Processor
 from eqx_decoders.io.processors.prompts import check_parts
-from eqx_decoders.io.text.answers.formats import ToolFormat
-from eqx_decoders.io.text.answers.parser import PROMPT_END
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered, check_messages, object_arguments
+from eqx_decoders.io.text.output_parsing.formats import ToolFormatName
+from eqx_decoders.io.text.output_parsing.parser import PROMPT_TAIL_TOKENS
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, decode, prompt_ids
 from eqx_decoders.media_files.base import ProcessedFile
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -72,7 +72,7 @@ class TextFrontend:
     def completion_reader(
         self,
         prompt: PreparedPrompt,
-        calls: ToolFormat | None,
+        calls: ToolFormatName | None,
         tools: Sequence[Any],
         *,
         special: bool,
@@ -84,7 +84,7 @@ class TextFrontend:
         """
         if self.chat is None or not isinstance(self.tokenizer, JsonTokenizer):
             return None
-        source, end = self.chat.source_for(tools), prompt.ids[-PROMPT_END:]
+        source, end = self.chat.source_for(tools), prompt.ids[-PROMPT_TAIL_TOKENS:]
         return create_reader(self.tokenizer, source, calls, tools, end, special=special, must_call=must_call)
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.io.text.answers.arguments import find_reference
+from eqx_decoders.io.text.output_parsing.tool_arguments import resolve_reference
 from eqx_decoders.serving.frontend.api_errors import shown
 from eqx_decoders.serving.frontend.json_schemas import NUMBER_RULES, OBJECT_RULES, STRING_RULES
 
@@ -240,7 +240,7 @@ class SchemaReader:
             reference = schema.get("$ref") if isinstance(schema, dict) else None
             if not isinstance(reference, str):
                 return schema
-            schema = find_reference(reference, self.root)
+            schema = resolve_reference(reference, self.root)
         return schema
 
 

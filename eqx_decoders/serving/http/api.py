@@ -14,7 +14,7 @@ from typing import Any
 from starlette.responses import Response
 
 from eqx_decoders.errors import EqxDecodersError, MissingPackage
-from eqx_decoders.io.text.answers.parser import PROMPT_END
+from eqx_decoders.io.text.output_parsing.parser import PROMPT_TAIL_TOKENS
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, decode
 from eqx_decoders.serving.engine.request import QueueFull, Request
 from eqx_decoders.serving.frontend.api_errors import ApiError
@@ -313,7 +313,7 @@ class Api:
             return "", None
         if grammar is None or request.allowed.required:
             field = "tool_choice" if request.allowed.restricts else "parallel_tool_calls"
-        end = decode(self.frontend.tokenizer, prompt.ids[-PROMPT_END:], special=True)
+        end = decode(self.frontend.tokenizer, prompt.ids[-PROMPT_TAIL_TOKENS:], special=True)
         chat = self.frontend.chat
         template = "" if chat is None else chat.source_for(request.callable and request.tools)
         return field, chat_grammar(template, end, grammar, calls)

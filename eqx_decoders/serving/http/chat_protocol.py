@@ -4,7 +4,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from eqx_decoders.io.text.answers.formats import ToolFormat
+from eqx_decoders.io.text.output_parsing.formats import ToolFormatName
 from eqx_decoders.serving.frontend.api_errors import ApiError, refuse
 from eqx_decoders.serving.frontend.completion_grammar import CallGrammar, call_grammar
 from eqx_decoders.serving.http.config import ApiConfig
@@ -240,7 +240,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         """Whether `tool_choice` or `parallel_tool_calls` constrains the tool calls of the completion."""
         return bool(self.callable) and (self.allowed.restricts or not self.parallel_tool_calls)
 
-    def calls(self, format: ToolFormat | None) -> CallGrammar | None:
+    def calls(self, format: ToolFormatName | None) -> CallGrammar | None:
         """Return the grammar of the tool calls of the completion; None if they are not constrained.
 
         Tool calls are also constrained if the request has structured output: the completion is then a tool call, or

@@ -4,7 +4,7 @@ import dataclasses
 
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.errors import CheckedFields, ConfigError, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from eqx_decoders.io.text.answers.formats import ToolFormat
+from eqx_decoders.io.text.output_parsing.formats import ToolFormatName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class ApiConfig(CheckedFields):
     max_body_bytes: PositiveInt = 32_000_000
     max_scores: PositiveInt = 1 << 18
     allow_priority: bool = False
-    tool_call_parser: ToolFormat | None = None
+    tool_call_parser: ToolFormatName | None = None
     api_keys: tuple[str, ...] = ()
     seed: int | None = None
     defaults: GenerationConfig = GenerationConfig()

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from eqx_decoders.io.text.answers.cut_calls import CutCall
-from eqx_decoders.io.text.answers.formats import FunctionCall, ToolFormat
+from eqx_decoders.io.text.output_parsing.formats import FunctionCall, ToolFormatName
+from eqx_decoders.io.text.output_parsing.truncated_calls import TruncatedCall
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
 from eqx_decoders.serving.engine.request import RequestOutput
 from eqx_decoders.serving.engine.sampler import TokenScore
@@ -80,7 +80,7 @@ class Delta:
     reasoning: str = ""
     was_reasoning: bool = False
     discards_scores: bool = False
-    calls: list[FunctionCall | CutCall] = dataclasses.field(default_factory=list)
+    calls: list[FunctionCall | TruncatedCall] = dataclasses.field(default_factory=list)
     first_call: int = 0
     has_called: bool = False
 
@@ -416,7 +416,7 @@ class ChatResponseBuilder(ResponseBuilder):
         request: GenerationRequest,
         texts: TokenTexts,
         *,
-        call_format: ToolFormat | None = None,
+        call_format: ToolFormatName | None = None,
         num_earlier_calls: int = 0,
     ):
         super().__init__(request_id, model, request, texts)
@@ -443,7 +443,7 @@ class ChatResponseBuilder(ResponseBuilder):
         """Return the tool calls of a delta as fields of the response, each with its index in the completion."""
         calls = []
         for number, call in enumerate(delta.calls, delta.first_call):
-            is_cut = isinstance(call, CutCall)
+            is_cut = isinstance(call, TruncatedCall)
             arguments = call.arguments if is_cut else json.dumps(call.arguments, ensure_ascii=False)
             function = CalledFunction(name=call.name, arguments=arguments)
             calls.append((number, dict(id=self._call_id(choice, number, call.name), function=function)))

@@ -14,7 +14,7 @@ from eqx_decoders.errors import (
     check,
 )
 from eqx_decoders.io.atomic_files import expand_paths
-from eqx_decoders.io.text.answers.formats import ToolFormat
+from eqx_decoders.io.text.output_parsing.formats import ToolFormatName
 from eqx_decoders.training.objectives.advantages import Aggregation, Scale
 from eqx_decoders.training.objectives.policy_loss import Correction, PolicyLoss
 
@@ -97,7 +97,7 @@ class RLConfig(CheckedFields):
     """Maximum number of completions in an episode."""
     episode_tokens: PositiveInt | None = None
     """Maximum number of tokens of an episode, including those of the environment. None: seq_len."""
-    tool_call_parser: Literal["auto"] | ToolFormat = "auto"
+    tool_call_parser: Literal["auto"] | ToolFormatName = "auto"
     """Format of the model's tool calls in an environment. auto: the format of its chat template."""
     returns: Literal["episode", "turn"] = "episode"
     """Credit assignment. episode: the rewards of an episode count for all of its tokens; turn: the reward of a turn

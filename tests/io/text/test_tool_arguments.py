@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from eqx_decoders.io.text.answers.arguments import ToolSchema
+from eqx_decoders.io.text.output_parsing.tool_arguments import ToolSchema
 
 
 def convert(schema, text, **root):

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from eqx_decoders.io.text.tool_calls import FunctionCall, parse_tool_calls, tool_format
+from eqx_decoders.io.text.output_parsing.formats import FunctionCall, tool_format_or_default
+from eqx_decoders.io.text.tool_calls import parse_tool_calls
 from tests.data.test_chats import template_of
 
 
@@ -155,10 +156,11 @@ def test_accepts_common_mistakes_of_gpt_oss(text):
 )  # fmt: skip
 def test_unusual_and_malformed_calls(form: Any, text, calls, malformed, partial):
     found = parse_tool_calls(text, form, TOOLS)
-    assert [*found.calls] == calls and len(found.malformed) == malformed and bool(found.partial) == partial
+    assert [*found.calls] == calls and len(found.malformed) == malformed and bool(found.incomplete) == partial
 
 
 @pytest.mark.parametrize(("name", "form"), [("qwen3", "hermes"), ("llama3", "llama3_json"), ("mistral", "mistral")])
 def test_formats_of_templates(name, form):
-    assert tool_format(template_of(name).source) == form
-    assert tool_format("{{ '<tool_call>\n<function=example>' }}") == "qwen3_coder" and tool_format("") == "hermes"
+    assert tool_format_or_default(template_of(name).source) == form
+    assert tool_format_or_default("{{ '<tool_call>\n<function=example>' }}") == "qwen3_coder"
+    assert tool_format_or_default("") == "hermes"

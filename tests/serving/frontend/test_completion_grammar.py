@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.io.text.answers.formats import TOOL_CALL_FORMATS, FunctionCall
+from eqx_decoders.io.text.output_parsing.formats import TOOL_CALL_FORMATS, FunctionCall
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
 from eqx_decoders.io.text.tool_calls import parse_tool_calls
 from eqx_decoders.serving.frontend.completion_grammar import (

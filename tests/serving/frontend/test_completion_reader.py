@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eqx_decoders.io.text.answers.formats import FunctionCall, find_tool_format
+from eqx_decoders.io.text.output_parsing.formats import FunctionCall, find_tool_format
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.serving.engine.request import RequestOutput
 from eqx_decoders.serving.engine.sampler import TokenScore

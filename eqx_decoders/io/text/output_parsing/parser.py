@@ -5,7 +5,7 @@ parts. The same parser reads complete answers and answers that arrive in pieces,
 
 Special tokens are recognized by their ids, not by their names. In the text that a parser receives, each special token
 that is a marker of the format is replaced by a placeholder: one character that decoded text never contains (see
-`AnswerFormat.placeholders`). If a model writes the name of a special token as ordinary text, it stays ordinary text.
+`OutputFormat.placeholders`). If a model writes the name of a special token as ordinary text, it stays ordinary text.
 Markers that are not special tokens of the tokenizer are searched for in the text.
 """
 
@@ -16,33 +16,33 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from eqx_decoders.io.text.answers.arguments import parse_json_or_python
-from eqx_decoders.io.text.answers.formats import (
-    TOOL_CALL_FORMAT,
+from eqx_decoders.io.text.output_parsing.formats import (
+    TOOL_CALL_FORMATS_BY_NAME,
     FunctionCall,
     ReasoningFormat,
     ToolCallFormat,
-    ToolFormat,
+    ToolFormatName,
+    find_reasoning_format,
     find_tool_format,
-    functions_of,
-    reasoning_format,
+    iter_functions,
 )
-from eqx_decoders.io.text.answers.scanners import (
+from eqx_decoders.io.text.output_parsing.scanners import (
     CallScanner,
-    Context,
-    Failed,
-    Found,
-    JsonScanner,
-    call_of,
-    find_first,
-    partial_match,
-    restore_names,
-    scanner_at,
+    FoundCalls,
+    JsonValueScanner,
+    ScanFailure,
+    ScannerContext,
+    create_call,
+    create_scanner,
+    find_first_marker,
+    partial_match_length,
+    restore_special_names,
     skip_whitespace,
 )
+from eqx_decoders.io.text.output_parsing.tool_arguments import parse_json_or_python
 
 
-PROMPT_END = 64  # number of last tokens of a prompt that are searched for reasoning markers
+PROMPT_TAIL_TOKENS = 64  # number of last tokens of a prompt that are searched for reasoning markers
 FIRST_PLACEHOLDER = 0xD800  # surrogates: text that is decoded from tokens never contains them
 NO_REASONING = ReasoningFormat("", "", ())
 
@@ -69,7 +69,7 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True)
-class Malformed:
+class MalformedCall:
     """Text of a tool call that cannot be parsed.
 
     **Arguments:**
@@ -83,7 +83,7 @@ class Malformed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Partial:
+class IncompleteCall:
     """Text of a tool call that is cut off by the end of the answer.
 
     **Arguments:**
@@ -103,23 +103,23 @@ class ContentWasReasoning:
     """
 
 
-Event = Reasoning | Content | Call | Malformed | Partial | ContentWasReasoning
+Event = Reasoning | Content | Call | MalformedCall | IncompleteCall | ContentWasReasoning
 
 
-class AnswerParser(abc.ABC):
+class OutputParser(abc.ABC):
     """Parser of one answer: a state machine over a buffer of text that has not been assigned to a part yet.
 
     **Arguments:**
 
-    - `answer_format`: format of the answer.
+    - `output_format`: format of the answer.
     - `state`: first state.
     """
 
     reasoning_end: int
     """Position in the text of the answer at which the reasoning ended; 0 if there was no reasoning."""
 
-    def __init__(self, answer_format: "AnswerFormat", state: str):
-        self._format, self._state = answer_format, state
+    def __init__(self, output_format: "OutputFormat", state: str):
+        self._format, self._state = output_format, state
         self._buffer = ""
         self._num_taken = 0  # characters of the answer that have left the buffer
         self.reasoning_end = 0
@@ -136,7 +136,7 @@ class AnswerParser(abc.ABC):
 
     @property
     def skips_whitespace(self) -> bool:
-        """Whether whitespace is omitted here, because the current part has no text yet."""
+        """Whether whitespace are left out here, because the current part has no text yet."""
         return False
 
     @abc.abstractmethod
@@ -177,18 +177,20 @@ class AnswerParser(abc.ABC):
 
         Without a marker in the buffer, the marker is empty and text that may be the start of a marker stays buffered.
         """
-        found = find_first(self._buffer, markers)
+        found = find_first_marker(self._buffer, markers)
         if found is not None:
             return self._take(found[0]), found[1]
-        return self._take(len(self._buffer) - (0 if final else partial_match(self._buffer, markers))), ""
+        return self._take(len(self._buffer) - (0 if final else partial_match_length(self._buffer, markers))), ""
 
-    def _add(self, events: list[Event], kind: type[Reasoning | Content | Malformed | Partial], text: str) -> None:
+    def _add(
+        self, events: list[Event], kind: type[Reasoning | Content | MalformedCall | IncompleteCall], text: str
+    ) -> None:
         """Append an event if its text is not empty."""
         if text:
             events.append(kind(text))
 
 
-class AnswerFormat:
+class OutputFormat:
     """Format of a model's answers: markers of the reasoning and format of tool calls.
 
     **Arguments:**
@@ -198,8 +200,10 @@ class AnswerFormat:
     - `special_names`: names of the tokenizer's special tokens.
     """
 
-    def __init__(self, calls: ToolFormat | None, reasoning: ReasoningFormat | None, special_names: Iterable[str] = ()):
-        row = None if calls is None else TOOL_CALL_FORMAT[calls]
+    def __init__(
+        self, calls: ToolFormatName | None, reasoning: ReasoningFormat | None, special_names: Iterable[str] = ()
+    ):
+        row = None if calls is None else TOOL_CALL_FORMATS_BY_NAME[calls]
         self.is_harmony = calls == "harmony"
         markers = [*(row.markers if row is not None else ())]
         if reasoning is not None:
@@ -214,7 +218,7 @@ class AnswerFormat:
         self.reasoning = None if reasoning is None else self._translate_reasoning(reasoning)
 
     @classmethod
-    def of_template(cls, source: str, special_names: Iterable[str], calls: ToolFormat | None) -> "AnswerFormat":
+    def from_template(cls, source: str, special_names: Iterable[str], calls: ToolFormatName | None) -> "OutputFormat":
         """Return the format of answers to prompts of a chat template.
 
         **Arguments:**
@@ -226,7 +230,7 @@ class AnswerFormat:
         """
         if find_tool_format(source) == "harmony":
             return cls("harmony", None, special_names)
-        return cls(calls, reasoning_format(source), special_names)
+        return cls(calls, find_reasoning_format(source), special_names)
 
     def translate(self, text: str) -> str:
         """Replace the names of special tokens in a marker with their placeholders."""
@@ -236,11 +240,11 @@ class AnswerFormat:
 
     def restore(self, text: str) -> str:
         """Replace placeholders with the names of their special tokens."""
-        return restore_names(text, self.names)
+        return restore_special_names(text, self.names)
 
     def remove_placeholders(self, text: str) -> str:
         """Remove the placeholders of special tokens from a text."""
-        return restore_names(text, dict.fromkeys(self.names, ""))
+        return restore_special_names(text, dict.fromkeys(self.names, ""))
 
     def parser(
         self,
@@ -249,7 +253,7 @@ class AnswerFormat:
         prompt: str = "",
         calls: bool = True,
         must_call: bool = False,
-    ) -> AnswerParser:
+    ) -> OutputParser:
         """Create the parser of one answer.
 
         **Arguments:**
@@ -278,7 +282,7 @@ class AnswerFormat:
         return ReasoningFormat(self.translate(reasoning.begin), self.translate(reasoning.end), (), wrappers)
 
 
-class TaggedParser(AnswerParser):
+class TaggedParser(OutputParser):
     """Parser of answers with optional reasoning between markers, followed by content and tool calls.
 
     The states are `"start"` (before the reasoning or the content), `"reasoning"`, `"content"`, `"call"`, `"after_call"`
@@ -287,28 +291,28 @@ class TaggedParser(AnswerParser):
 
     def __init__(
         self,
-        answer_format: AnswerFormat,
+        output_format: OutputFormat,
         tools: Sequence[Mapping[str, Any]],
         prompt: str,
         *,
         calls: bool,
         must_call: bool,
     ):
-        super().__init__(answer_format, "content")
+        super().__init__(output_format, "content")
         self._must_call = must_call
-        self._reasoning = answer_format.reasoning or NO_REASONING
-        row = answer_format.row if calls else None
-        self._context = None if row is None else Context(row, tools, answer_format.names)
+        self._reasoning = output_format.reasoning or NO_REASONING
+        row = output_format.row if calls else None
+        self._context = None if row is None else ScannerContext(row, tools, output_format.names)
         self._is_xml = row is not None and row.syntax == "xml"
         self._call_starts = () if row is None else row.start_markers
         self._call_ends = () if row is None else row.end_markers
-        self._special_ends = [marker for marker in self._call_ends if any(x in answer_format.names for x in marker)]
+        self._special_ends = [marker for marker in self._call_ends if any(x in output_format.names for x in marker)]
         # Arguments may be a code block (DeepSeek V3). Its closing fence does not end a malformed call.
         is_fenced = row is not None and "```" in row.call_end
         self._after_call_markers = (*self._call_ends, "```") if is_fenced else self._call_ends
         # First character of a call without a marker; empty if calls need a marker.
         is_list = row is not None and row.section_begin.endswith("[")
-        self._bare_start = "" if row is None or not row.bare else "[" if is_list else "{"
+        self._bare_start = "" if row is None or not row.marker_optional else "[" if is_list else "{"
         self._scanner: CallScanner | None = None
         self._num_returned = 0  # characters at the start of the buffer whose calls have been returned
         self._num_searched = 0  # characters at the start of the buffer without a special token that ends a call
@@ -316,7 +320,7 @@ class TaggedParser(AnswerParser):
         self._skips_whitespace = False  # leave out whitespace at the start of the current part
         self._may_be_reasoning = False  # an end marker would turn the content so far into reasoning
         self._wrapper_end = ""  # end marker of the wrapper around the content
-        if answer_format.reasoning is not None:
+        if output_format.reasoning is not None:
             self._start_answer(prompt)
 
     def _start_answer(self, prompt: str) -> None:
@@ -384,7 +388,7 @@ class TaggedParser(AnswerParser):
             self._take(position)
             self._skips_whitespace = False
         markers = [end, *(marker for marker in self._call_starts if marker[:1] in self._format.names)]
-        found = find_first(self._buffer, markers)
+        found = find_first_marker(self._buffer, markers)
         if found is not None:
             position, marker = found
             self._add(events, Reasoning, self._take(position).rstrip())
@@ -394,7 +398,7 @@ class TaggedParser(AnswerParser):
             self.reasoning_end = self._num_taken
             self._state, self._skips_whitespace, self._may_be_reasoning = "content", True, False
             return True
-        size = len(self._buffer) - (0 if final else partial_match(self._buffer, markers))
+        size = len(self._buffer) - (0 if final else partial_match_length(self._buffer, markers))
         text = self._buffer[:size].rstrip()
         self._add(events, Reasoning, self._take(len(text)))
         if final:
@@ -465,7 +469,11 @@ class TaggedParser(AnswerParser):
     def _create_scanner(self, position: int, marker: str, *, final: bool) -> CallScanner | None:
         """Return the scanner of calls at a position of the buffer; None if more text is needed to select it."""
         self._num_searched = 0
-        return None if self._context is None else scanner_at(self._context, self._buffer, position, marker, final=final)
+        return (
+            None
+            if self._context is None
+            else create_scanner(self._context, self._buffer, position, marker, final=final)
+        )
 
     def _read_calls(self, events: list[Event], *, final: bool) -> bool:
         if self._scanner is None:
@@ -473,25 +481,25 @@ class TaggedParser(AnswerParser):
             self._scanner = self._create_scanner(0, marker, final=final)
             if self._scanner is None:
                 if final:
-                    self._add(events, Partial, self._take(len(self._buffer)))
+                    self._add(events, IncompleteCall, self._take(len(self._buffer)))
                 return False
         result = self._scanner.scan(self._buffer, final=final)
-        if result is None or isinstance(result, Found):
+        if result is None or isinstance(result, FoundCalls):
             result = self._missed_end(result, final=final) or result
         if result is None:
             if final:
                 has_marker = self._buffer.startswith(self._call_starts)
                 is_content = not self._num_returned and not has_marker and not self._must_call
                 self._take(self._num_returned)
-                self._add(events, Content if is_content else Partial, self._take(len(self._buffer)))
+                self._add(events, Content if is_content else IncompleteCall, self._take(len(self._buffer)))
                 self._state, self._scanner, self._num_returned = "content", None, 0
             return False
-        if isinstance(result, Failed):
+        if isinstance(result, ScanFailure):
             self._fail(events, result)
             return True
         for part in result.parts:
             text = self._buffer[self._num_returned : result.end]
-            events.append(Malformed(text, self._readable(part)) if isinstance(part, str) else Call(part))
+            events.append(MalformedCall(text, self._readable(part)) if isinstance(part, str) else Call(part))
         self._at_start = False
         self._num_returned = result.end
         if result.closed:
@@ -499,13 +507,13 @@ class TaggedParser(AnswerParser):
             self._state, self._scanner = "after_call", None
         return True
 
-    def _missed_end(self, result: Found | None, *, final: bool) -> Failed | None:
+    def _missed_end(self, result: FoundCalls | None, *, final: bool) -> ScanFailure | None:
         """Return a failure if the call ended at a marker within an unterminated argument.
 
         An argument cannot contain an end marker that is a special token. It can contain any other end marker, unless
         the answer is complete and another call follows this marker.
         """
-        if self._is_xml:  # `XmlCall` searches for special tokens itself
+        if self._is_xml:  # `XmlCallScanner` searches for special tokens itself
             return None
         overlap = max(map(len, self._call_ends), default=0)
         start = max(self._num_returned, self._num_searched - overlap)
@@ -522,7 +530,7 @@ class TaggedParser(AnswerParser):
             ]
             if ends and any(self._buffer.find(marker, min(ends)) >= 0 for marker in self._call_starts):
                 found = ends
-        return Failed(min(found), "the call ends within its arguments") if found else None
+        return ScanFailure(min(found), "the call ends within its arguments") if found else None
 
     def _readable(self, reason: str) -> str:
         """Replace placeholders, which `repr` has escaped, with the names of their special tokens."""
@@ -530,7 +538,7 @@ class TaggedParser(AnswerParser):
             reason = reason.replace(repr(placeholder)[1:-1], name)
         return reason
 
-    def _fail(self, events: list[Event], result: Failed) -> None:
+    def _fail(self, events: list[Event], result: ScanFailure) -> None:
         """Leave the state `"call"`: the text is content if it has no marker, and a malformed call otherwise."""
         has_marker, num_returned = self._buffer.startswith(self._call_starts), self._num_returned
         self._take(num_returned)
@@ -544,13 +552,13 @@ class TaggedParser(AnswerParser):
             size = max(len(marker) for marker in self._call_starts if self._buffer.startswith(marker))
             if self._is_xml:  # XML calls may have several markers
                 size = max(size, result.position)
-        events.append(Malformed(self._take(size), self._readable(result.reason)))
+        events.append(MalformedCall(self._take(size), self._readable(result.reason)))
 
     def _read_malformed(self, events: list[Event], *, final: bool) -> bool:
         """Skip to the end of a malformed call, or to the next call."""
         text, marker = self._take_until((*self._call_starts, *self._call_ends), final=final)
         is_end = marker in self._call_ends
-        self._add(events, Malformed, text + (self._take(len(marker)) if is_end else ""))
+        self._add(events, MalformedCall, text + (self._take(len(marker)) if is_end else ""))
         if not marker:
             return False
         self._state = "after_call" if is_end else "call"
@@ -583,7 +591,7 @@ def _skip_brackets(text: str) -> int:
     return len(text) - len(text.lstrip("}]` \t\r\n"))
 
 
-class HarmonyParser(AnswerParser):
+class HarmonyParser(OutputParser):
     """Parser of the messages of gpt-oss (harmony format): each message has a channel and may be a tool call.
 
     Common mistakes of the models are accepted: a missing start or end of a message, a recipient before or after the
@@ -593,22 +601,22 @@ class HarmonyParser(AnswerParser):
     The states are `"header"`, `"body"`, `"call"` and `"after_call"`.
     """
 
-    def __init__(self, answer_format: AnswerFormat, tools: Sequence[Mapping[str, Any]], prompt: str, *, calls: bool):
-        super().__init__(answer_format, "header")
+    def __init__(self, output_format: OutputFormat, tools: Sequence[Mapping[str, Any]], prompt: str, *, calls: bool):
+        super().__init__(output_format, "header")
         self._calls = calls
         self._start, self._channel, self._message, constrain, *self._ends = (
-            answer_format.translate(f"<|{name}|>")
+            output_format.translate(f"<|{name}|>")
             for name in ("start", "channel", "message", "constrain", "end", "call", "return")
         )
         self._header_markers = (self._start, self._channel, self._message, constrain)
-        self._tool_names = {function["name"] for function in functions_of(tools)}
+        self._tool_names = {function["name"] for function in iter_functions(tools)}
         self._channel_name = re.compile(re.escape(self._channel) + r"\s*(\w+)")
         self._recipient = re.compile(r"\bto=([\w.-]+)")
         self._may_lack_header = True
         self._header_start = ""  # part of the header that is in the prompt
-        self._kind: type[Reasoning | Content | Malformed] = Content  # of the text of the current message
+        self._kind: type[Reasoning | Content | MalformedCall] = Content  # of the text of the current message
         self._tool = ""  # tool that the current message calls
-        self._value: JsonScanner | None = None
+        self._value: JsonValueScanner | None = None
         last_start = prompt.rfind(self._start)
         if last_start >= 0:
             self._header_start, message, _ = prompt[last_start + len(self._start) :].partition(self._message)
@@ -654,7 +662,7 @@ class HarmonyParser(AnswerParser):
             self._state, self._kind, self._may_lack_header = "body", Content, False
             return True
         header, message, _ = self._buffer.partition(self._message)
-        end = find_first(header, self._ends)
+        end = find_first_marker(header, self._ends)
         header = header if end is None else header[: end[0]]
         brace = header.find("{")
         if brace >= 0 and self._recipient.search(self._header_start + header):  # <|message|> is missing
@@ -714,7 +722,7 @@ class HarmonyParser(AnswerParser):
                 return False
             if not rest:
                 self._state = "header"
-                events.append(Partial("", self._tool))
+                events.append(IncompleteCall("", self._tool))
                 return False
             if rest.startswith(self._message):  # the model repeats the marker
                 self._take(start + len(self._message))
@@ -727,7 +735,7 @@ class HarmonyParser(AnswerParser):
                 beginning = self._format.restore(rest[:80])
                 self._fail(events, f"the arguments of {self._tool} are not a JSON object: {beginning!r}")
                 return True
-            self._value = JsonScanner(start)
+            self._value = JsonValueScanner(start)
         try:
             end = self._value.scan(self._buffer)
         except ValueError as error:
@@ -735,19 +743,19 @@ class HarmonyParser(AnswerParser):
             return True
         if end is None:
             if final:
-                events.append(Partial(self._take(len(self._buffer)), self._tool))
+                events.append(IncompleteCall(self._take(len(self._buffer)), self._tool))
             return False
         start = self._value.start
         text = self._take(end)
-        call = call_of(self._tool, parse_json_or_python(self._format.restore(text[start:])))
-        events.append(Malformed(text, call) if isinstance(call, str) else Call(call))
+        call = create_call(self._tool, parse_json_or_python(self._format.restore(text[start:])))
+        events.append(MalformedCall(text, call) if isinstance(call, str) else Call(call))
         self._state = "after_call"
         return True
 
     def _fail(self, events: list[Event], reason: str) -> None:
         """Return the text of the current message as a malformed call."""
-        events.append(Malformed("", reason))
-        self._state, self._kind = "body", Malformed
+        events.append(MalformedCall("", reason))
+        self._state, self._kind = "body", MalformedCall
 
     def _read_after_call(self, events: list[Event], *, final: bool) -> bool:
         """Leave out the end marker of a call."""
@@ -766,14 +774,17 @@ class HarmonyParser(AnswerParser):
         return True
 
 
-class ContentSpacing:
-    """Filter of content that removes whitespace around tool calls, except between two pieces of text.
+class WhitespaceFilter:
+    """Incremental filter that removes the whitespace around tool calls from content.
 
-    Blanks at the end of the text are buffered, because a call may follow.
+    The whitespace between two texts with a tool call between them is not removed. Whitespace at the end of the content
+    is buffered, because a call may follow.
     """
 
     def __init__(self):
-        self._whitespace, self._is_after_call, self._has_text = "", False, False
+        self._trailing_whitespace = ""
+        self._is_after_call = False
+        self._has_text = False
 
     def push(self, text: str) -> str:
         """Add content and return the text that further content cannot change."""
@@ -781,20 +792,23 @@ class ContentSpacing:
             text = text.lstrip() if not self._has_text else text
             if not text.strip():
                 return ""
-            text = ((self._whitespace or "\n") if self._has_text else "") + text
-            self._whitespace, self._is_after_call = "", False
-        text = self._whitespace + text
-        shown = text.rstrip()
-        self._whitespace, self._has_text = text[len(shown) :], self._has_text or bool(shown)
-        return shown
+            text = ((self._trailing_whitespace or "\n") if self._has_text else "") + text
+            self._trailing_whitespace = ""
+            self._is_after_call = False
+        text = self._trailing_whitespace + text
+        stripped = text.rstrip()
+        self._trailing_whitespace = text[len(stripped) :]
+        self._has_text = self._has_text or bool(stripped)
+        return stripped
 
-    def call(self) -> None:
-        """Report that a tool call follows the content so far."""
+    def push_call(self) -> None:
+        """Record that a tool call follows the content so far."""
         self._is_after_call = True
 
     def flush(self) -> str:
         """Finish the content and return the remaining whitespace."""
-        whitespace, self._whitespace = self._whitespace, ""
+        whitespace = self._trailing_whitespace
+        self._trailing_whitespace = ""
         return "" if self._is_after_call else whitespace
 
 
@@ -815,11 +829,11 @@ _REASONING_STARTS: dict[str, str] = {
 
 
 @functools.lru_cache(64)
-def _text_format(calls: ToolFormat) -> AnswerFormat:
-    return AnswerFormat(calls, reasoning_format(_REASONING_STARTS.get(calls, "<think>")))
+def _text_format(calls: ToolFormatName) -> OutputFormat:
+    return OutputFormat(calls, find_reasoning_format(_REASONING_STARTS.get(calls, "<think>")))
 
 
-def text_parser(calls: ToolFormat, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
+def create_text_parser(calls: ToolFormatName, tools: Sequence[Mapping[str, Any]]) -> OutputParser:
     """Create the parser of an answer in which special tokens are written as their names.
 
     The markers of the reasoning follow from the format of tool calls, because the chat template is unknown.

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from eqx_decoders.io.text.answers.formats import functions_of
+from eqx_decoders.io.text.output_parsing.formats import iter_functions
 
 
 MAX_DEPTH = 32  # max. nesting of references and combined schemas
@@ -45,7 +45,7 @@ class ToolSchema:
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], name: str):
-        function = next((function for function in functions_of(tools) if function["name"] == name), {})
+        function = next((function for function in iter_functions(tools) if function["name"] == name), {})
         self._root: Any = function.get("parameters")
         self._named, self._open = dict[str, list[Any]](), False
         self._num_read = 0
@@ -94,7 +94,7 @@ class ToolSchema:
 
     def _convert_text(self, schema: Any, text: str) -> Any:
         if self._accepts_all(schema):
-            return untyped_value(text)
+            return parse_untyped_value(text)
         candidates = [*_candidates(text)]
         accepts_text = self._accepts(schema, text, MAX_DEPTH)
         for value in candidates:
@@ -146,7 +146,7 @@ class ToolSchema:
         if not isinstance(schema, Mapping) or depth == 0 or self._num_read > MAX_SCHEMAS:
             return
         yield schema
-        pending = [find_reference(schema["$ref"], self._root)] if isinstance(schema.get("$ref"), str) else []
+        pending = [resolve_reference(schema["$ref"], self._root)] if isinstance(schema.get("$ref"), str) else []
         for keyword in ("allOf", "anyOf", "oneOf"):
             if isinstance(schema.get(keyword), list):
                 pending += schema[keyword]
@@ -178,7 +178,7 @@ class ToolSchema:
         if "const" in schema and not _same(value, schema["const"]):
             return False
         reference = schema.get("$ref")
-        if isinstance(reference, str) and not self._accepts(find_reference(reference, self._root), value, depth - 1):
+        if isinstance(reference, str) and not self._accepts(resolve_reference(reference, self._root), value, depth - 1):
             return False
         for keyword, combine in (("allOf", all), ("anyOf", any), ("oneOf", any)):
             members = schema.get(keyword)
@@ -194,7 +194,7 @@ def _any_of(schemas: Sequence[Any]) -> Any:
     return True if not schemas else schemas[0] if len(schemas) == 1 else {"anyOf": [*schemas]}
 
 
-def find_reference(reference: str, root: Any) -> Any:
+def resolve_reference(reference: str, root: Any) -> Any:
     """Return the schema to which a `$ref` refers within `root` (a JSON pointer), or True if there is no such schema."""
     if reference in ("#", "#/"):
         return root
@@ -253,7 +253,7 @@ class _IntegralFloat(int):
         return super().__new__(cls, int(number))
 
 
-def untyped_value(text: str) -> Any:
+def parse_untyped_value(text: str) -> Any:
     """Convert the text of an argument without a schema.
 
     The text may be JSON, or a list, a dict or a constant in Python syntax. Any other text is a string.
@@ -272,7 +272,7 @@ def untyped_value(text: str) -> Any:
         return text
 
 
-def json_value(value: Any, max_levels: int = MAX_LEVELS) -> Any:
+def normalize_json_value(value: Any, max_levels: int = MAX_LEVELS) -> Any:
     """Return a parsed JSON or Python value in a form that can be written as JSON in UTF-8.
 
     Unpaired surrogates in strings are replaced with U+FFFD. Raises ValueError for numbers that are not finite, for
@@ -290,17 +290,19 @@ def json_value(value: Any, max_levels: int = MAX_LEVELS) -> Any:
         if max_levels == 0:
             raise ValueError(f"more than {MAX_LEVELS} levels of lists and objects")
         if isinstance(value, list):
-            return [json_value(member, max_levels - 1) for member in value]
-        return {json_value(key): json_value(member, max_levels - 1) for key, member in value.items()}
+            return [normalize_json_value(member, max_levels - 1) for member in value]
+        return {
+            normalize_json_value(key): normalize_json_value(member, max_levels - 1) for key, member in value.items()
+        }
     return value
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON whose strings may contain line breaks, and return the value as `json_value` does.
+    """Parse JSON whose strings may contain line breaks, and return the value as `normalize_json_value` does.
 
     Raises ValueError or RecursionError.
     """
-    return json_value(json.loads(text, strict=False))
+    return normalize_json_value(json.loads(text, strict=False))
 
 
 def parse_json_or_python(text: str) -> Any:
@@ -310,7 +312,7 @@ def parse_json_or_python(text: str) -> Any:
     except (ValueError, RecursionError):
         pass
     try:
-        return json_value(literal(parse_expression(text.strip())))
+        return normalize_json_value(evaluate_literal(parse_expression(text.strip())))
     except (ValueError, SyntaxError, RecursionError, MemoryError, OverflowError):
         return text
 
@@ -323,29 +325,31 @@ def parse_expression(text: str) -> ast.expr:
         return ast.parse(text, mode="eval").body
 
 
-def literal(node: ast.expr) -> Any:
+def evaluate_literal(node: ast.expr) -> Any:
     """Return the JSON value of a Python literal, which may also contain `true`, `false` and `null`.
 
     Raises ValueError for any other expression.
     """
     if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, str | bool | int | float)):
-        return json_value(node.value)  # a Python string "\ud83d\ude00" has two surrogates, which become one character
+        return normalize_json_value(
+            node.value
+        )  # a Python string "\ud83d\ude00" has two surrogates, which become one character
     if isinstance(node, ast.Name) and node.id in _CONSTANTS:
         return _CONSTANTS[node.id]
     if isinstance(node, ast.List | ast.Tuple):
-        return [literal(member) for member in node.elts]
+        return [evaluate_literal(member) for member in node.elts]
     if isinstance(node, ast.Dict):
-        keys = [None if key is None else literal(key) for key in node.keys]
+        keys = [None if key is None else evaluate_literal(key) for key in node.keys]
         if not all(isinstance(key, str | int | float) for key in keys):
             raise ValueError("keys of objects must be strings or numbers")
         names = [key if isinstance(key, str) else json.dumps(key) for key in keys]
-        return dict(zip(names, map(literal, node.values), strict=True))
+        return dict(zip(names, map(evaluate_literal, node.values), strict=True))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        value = literal(node.operand)
+        value = evaluate_literal(node.operand)
         if isinstance(value, int | float) and not isinstance(value, bool):
             return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        left, right = literal(node.left), literal(node.right)
+        left, right = evaluate_literal(node.left), evaluate_literal(node.right)
         if isinstance(left, str) and isinstance(right, str):
             return left + right
     raise ValueError(f"{ast.unparse(node)[:60]} is not a literal")

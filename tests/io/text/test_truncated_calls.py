@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from eqx_decoders.io.text.answers.cut_calls import cut_call
-from eqx_decoders.io.text.answers.formats import TOOL_CALL_FORMATS, FunctionCall
+from eqx_decoders.io.text.output_parsing.formats import TOOL_CALL_FORMATS, FunctionCall
+from eqx_decoders.io.text.output_parsing.truncated_calls import parse_truncated_call
 
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {
@@ -13,19 +13,19 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": 
 CALL = FunctionCall("get_weather", {"city": "Paris", "days": 2})
 
 
-@pytest.mark.parametrize("row", TOOL_CALL_FORMATS, ids=lambda row: row.name)
-def test_returns_a_cut_call_once_its_name_is_complete(row):
-    written = row.write([CALL])
-    name_end = row.name_end.rstrip() or row.name_end or row.parameter_begin
-    head = (row.section_begin + row.call_begin + CALL.name + name_end).replace("{index}", "0")
+@pytest.mark.parametrize("tool_format", TOOL_CALL_FORMATS, ids=lambda tool_format: tool_format.name)
+def test_returns_a_cut_call_once_its_name_is_complete(tool_format):
+    written = tool_format.write([CALL])
+    name_end = tool_format.name_end.rstrip() or tool_format.name_end or tool_format.parameter_begin
+    head = (tool_format.section_begin + tool_format.call_begin + CALL.name + name_end).replace("{index}", "0")
     arguments = []
     for size in range(len(written) + 1):
-        call = cut_call(row, TOOLS, written[:size])
+        call = parse_truncated_call(tool_format, TOOLS, written[:size])
         assert (call is None) is (size < len(head)), written[:size]
         if call is not None:
             assert call.name == "get_weather"
             arguments.append(call.arguments)
-    if row.syntax in ("json", "named_json", "harmony"):
+    if tool_format.syntax in ("json", "named_json", "harmony"):
         complete = json.dumps(CALL.arguments)
         assert all(complete.startswith(text) for text in arguments) and arguments[-1] == complete
     else:
@@ -35,9 +35,8 @@ def test_returns_a_cut_call_once_its_name_is_complete(row):
 
 
 def test_ignores_calls_of_tools_that_are_not_offered():
-    row = TOOL_CALL_FORMATS[-1]
-    assert (
-        cut_call(row, TOOLS, '{"name": "gets", "parameters": {') is None and cut_call(row, [], '{"name": "get"') is None
-    )
-    call = cut_call(row, TOOLS, '{"city"', "get")
+    tool_format = TOOL_CALL_FORMATS[-1]
+    assert parse_truncated_call(tool_format, TOOLS, '{"name": "gets", "parameters": {') is None
+    assert parse_truncated_call(tool_format, [], '{"name": "get"') is None
+    call = parse_truncated_call(tool_format, TOOLS, '{"city"', "get")
     assert call is not None and call == ("get", '{"city"')

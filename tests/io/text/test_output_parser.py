@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 
-from eqx_decoders.io.text.answers.formats import (
+from eqx_decoders.io.text.output_parsing.formats import (
     REASONING_FORMATS,
     TOOL_CALL_FORMATS,
     FunctionCall,
+    find_reasoning_format,
     find_tool_format,
-    reasoning_format,
 )
-from eqx_decoders.io.text.answers.parser import (
-    AnswerFormat,
+from eqx_decoders.io.text.output_parsing.parser import (
     Call,
     Content,
-    ContentSpacing,
     ContentWasReasoning,
-    Malformed,
-    Partial,
+    IncompleteCall,
+    MalformedCall,
+    OutputFormat,
     Reasoning,
+    WhitespaceFilter,
 )
 from eqx_decoders.io.text.tool_calls import parse_tool_calls
 
@@ -156,21 +156,21 @@ def events_of(form, pieces, prompt="", tools=TOOLS):
 
 def collected(events):
     """Return the reasoning, the content, the calls, and the text of malformed and partial calls."""
-    reasoning, content, calls, other, spacing = "", "", [], "", ContentSpacing()
+    reasoning, content, calls, other, whitespace = "", "", [], "", WhitespaceFilter()
     for event in events:
         if isinstance(event, Reasoning):
             reasoning += event.text
         elif isinstance(event, Content):
-            content += spacing.push(event.text)
+            content += whitespace.push(event.text)
         elif isinstance(event, Call):
             calls.append(event.call)
-            spacing.call()
-        elif isinstance(event, Malformed | Partial):
+            whitespace.push_call()
+        elif isinstance(event, MalformedCall | IncompleteCall):
             other += event.text
         else:
             assert isinstance(event, ContentWasReasoning)
-            reasoning, content, spacing = reasoning + content, "", ContentSpacing()
-    return reasoning, content + spacing.flush(), calls, other
+            reasoning, content, whitespace = reasoning + content, "", WhitespaceFilter()
+    return reasoning, content + whitespace.flush(), calls, other
 
 
 def written(name, calls, form):
@@ -180,9 +180,9 @@ def written(name, calls, form):
 
 
 def forms(name):
-    yield AnswerFormat(name, None)
+    yield OutputFormat(name, None)
     if name in SPECIAL:
-        yield AnswerFormat(name, None, SPECIAL[name])
+        yield OutputFormat(name, None, SPECIAL[name])
 
 
 def arguments_of(name):
@@ -229,11 +229,9 @@ def test_writes_the_published_syntax(name):
 def sample_texts(name, form):
     texts = ["see </tool_call> here", "a </parameter> </invoke> </arg_value> }]) ", 'x" \' <|call|> [ARGS]{ <|"|> é']
     calls = [FunctionCall("edit", {"text": text, "count": 3}) for text in texts]
-    content = (
-        ""
-        if (ROWS[name].bare and not ROWS[name].start_markers) or name in ("llama3_json", "llama4_pythonic", "harmony")
-        else "I see.\n\n"
-    )
+    starts_with_call = ROWS[name].marker_optional and not ROWS[name].start_markers
+    starts_with_call = starts_with_call or name in ("llama3_json", "llama4_pythonic", "harmony")
+    content = "" if starts_with_call else "I see.\n\n"
     yield content, calls[:1], content + written(name, calls[:1], form)
     yield content, calls, content + written(name, calls, form)
 
@@ -276,7 +274,7 @@ def test_keeps_text_around_calls(name):
         text = written(name, [call], form)
         if name != "harmony":
             assert collected(events_of(form, [text + "\nDone."])) == ("", "Done.", [call], "")
-        if not row.bare and name != "harmony":
+        if not row.marker_optional and name != "harmony":
             assert collected(events_of(form, [f"Sure. {text} Done."])) == ("", "Sure. Done.", [call], "")
             two = FunctionCall("get_weather", {"text": "b"})
             between = f"Sure. {text} And: {written(name, [two], form)} Done."
@@ -291,7 +289,7 @@ def test_keeps_text_around_calls(name):
 @pytest.mark.parametrize("begin", [row.begin for row in REASONING_FORMATS])
 def test_calls_in_the_reasoning_are_reasoning(name, begin):
     reasoning = next(row for row in REASONING_FORMATS if row.begin == begin)
-    form, call = AnswerFormat(name, reasoning), FunctionCall("edit", {"text": f"see {reasoning.end} here"})
+    form, call = OutputFormat(name, reasoning), FunctionCall("edit", {"text": f"see {reasoning.end} here"})
     thought = written(name, [FunctionCall("edit", {"text": "a"})], form)
     answer = written(name, [call], form)
     cases = (
@@ -310,7 +308,7 @@ def test_malformed_call_does_not_discard_other_calls(name):
     row = ROWS[name]
     if row.section_begin or name in ("llama3_json", "llama4_pythonic"):
         pytest.skip("the calls are one list")
-    form = AnswerFormat(name, None)
+    form = OutputFormat(name, None)
     one, two = (row.write([call]) for call in good)
     bad = {
         "json": one.replace(': "a"', ": a b"),
@@ -329,13 +327,13 @@ def test_malformed_call_does_not_discard_other_calls(name):
         calls = [good[0] if item == one else good[1] for item in texts if item != text]
         found = events_of(form, [joined])
         assert [event.call for event in found if isinstance(event, Call)] == calls, joined
-        assert any(isinstance(event, Malformed) for event in found), joined
+        assert any(isinstance(event, MalformedCall) for event in found), joined
         assert found_in_pieces(form, joined) == (calls, 1)
 
 
 def found_in_pieces(form, text):
     events = events_of(form, text)
-    reasons = [event for event in events if isinstance(event, Malformed) and event.reason]
+    reasons = [event for event in events if isinstance(event, MalformedCall) and event.reason]
     return [event.call for event in events if isinstance(event, Call)], len(reasons)
 
 
@@ -396,7 +394,7 @@ def test_minimax_m3_writes_lists_and_objects_as_elements():
     text = ROWS["minimax_m3"].write([call])
     assert "<ids>]<]minimax[>[<item>02134]<]minimax[>[</item>" in text and '"' not in text.split(">", 4)[4]
     for special in ([], ["]<]minimax[>["]):
-        form = AnswerFormat("minimax_m3", None, special)
+        form = OutputFormat("minimax_m3", None, special)
         for pieces in ([form.translate(text)], form.translate(text)):
             assert collected(events_of(form, pieces, tools=tools)) == ("", "", [call], "")
     nested = "]<]minimax[>[<a>" * 5000 + "]<]minimax[>[</a>" * 5000
@@ -429,7 +427,7 @@ def test_calls_of_pythonic_formats_may_be_json(name, text):
 
 def test_line_breaks_of_qwen3_coder_may_be_missing():
     properties = {key: {"type": "string"} for key in ("a", "b")}
-    tools, form = [{"name": "edit", "parameters": {"properties": properties}}], AnswerFormat("qwen3_coder", None)
+    tools, form = [{"name": "edit", "parameters": {"properties": properties}}], OutputFormat("qwen3_coder", None)
     call = FunctionCall("edit", {"a": "x", "b": "y\n"})
     for a, b in itertools.product(("x", "\nx", "x\n", "\nx\n"), ("\ny\n\n", "y\n\n")):
         text = (
@@ -444,11 +442,11 @@ def test_minicpm5_writes_text_with_tags_as_cdata():
     call = FunctionCall("edit", {"text": "<b>1 & 2</b>\n</param></function>"})
     assert ROWS["minicpm5"].write([call]) == text
     for pieces in ([text], text):
-        assert collected(events_of(AnswerFormat("minicpm5", None), pieces)) == ("", "", [call], "")
+        assert collected(events_of(OutputFormat("minicpm5", None), pieces)) == ("", "", [call], "")
 
 
 def test_content_of_minimax_m2_may_be_a_response_element():
-    form = AnswerFormat(None, reasoning_format("<think></think> <minimax:tool_call> <response>"))
+    form = OutputFormat(None, find_reasoning_format("<think></think> <minimax:tool_call> <response>"))
     answer = "<think>Hm.</think>\n<response>1</response>"
     assert collected(events_of(form, [answer]))[:2] == ("Hm.", "<response>1</response>")
 
@@ -457,7 +455,7 @@ def test_solar_open_writes_its_reasoning_as_a_message():
     template = "<|begin|>assistant<|think|> <|tool_call:begin|>"
     call = PUBLISHED["solar_open"].replace("begin|>0", "begin|>a1b2c3d4e5")
     special = ["<|begin|>", "<|end|>", "<|think|>", "<|content|>", *ROWS["solar_open"].markers]
-    for form in (AnswerFormat.of_template(template, names, find_tool_format(template)) for names in ([], special)):
+    for form in (OutputFormat.from_template(template, names, find_tool_format(template)) for names in ([], special)):
         user = form.translate("<|begin|>user<|content|>Hi<|end|>")
         for thought, reasoning in (("<|think|>Hm.<|end|><|begin|>assistant", "Hm."), ("", "")):
             for rest, content, calls in (("<|content|>Yes.<|end|>", "Yes.", []), (call, "", CALLS)):
@@ -468,7 +466,7 @@ def test_solar_open_writes_its_reasoning_as_a_message():
 
 
 def test_granite_writes_the_marker_as_text():
-    form = AnswerFormat("granite", None, ["<|tool_call|>"])
+    form = OutputFormat("granite", None, ["<|tool_call|>"])
     assert collected(events_of(form, f"<tool_call>{JSON_LIST}")) == ("", "", CALLS, "")
 
 
@@ -488,7 +486,7 @@ def test_granite_writes_the_marker_as_text():
     ids=["response", "answer", "thought process", "final response", "no answer marker", "suffix"],
 )
 def test_answers_are_split_as_published(template, answer):
-    form = AnswerFormat(None, reasoning_format(template))
+    form = OutputFormat(None, find_reasoning_format(template))
     for pieces in ([answer], answer):
         reasoning, content, _, _ = collected(events_of(form, pieces))
         assert (reasoning, content.strip()) == ("Hm.", "Yes.")
@@ -542,7 +540,7 @@ WEATHER = FunctionCall("get_weather", {"text": "a"})
 def test_returns_text_after_a_call_without_a_marker_once(name: Any, call, rest):
     for size in (1, 3, 1000):
         text = call + rest
-        events = events_of(AnswerFormat(name, None), [text[at : at + size] for at in range(0, len(text), size)])
+        events = events_of(OutputFormat(name, None), [text[at : at + size] for at in range(0, len(text), size)])
         _, content, calls, other = collected(events)
         assert calls == [WEATHER] and "text" not in content + other
         assert (content + other).startswith(rest.lstrip()[:8])
@@ -562,20 +560,20 @@ def test_returns_text_after_a_call_without_a_marker_once(name: Any, call, rest):
 )  # fmt: skip
 def test_unterminated_string_does_not_discard_the_next_call(name: Any, text):
     for special in [SPECIAL[name]] if name in SPECIAL else [[], ["<tool_call>", "</tool_call>"]]:
-        form = AnswerFormat(name, None, special)
+        form = OutputFormat(name, None, special)
         _, content, calls, other = collected(events_of(form, form.translate(text)))
         assert (content, calls) == ("Then", [WEATHER]) and "x" in other
 
 
 def test_content_may_mention_the_reasoning_markers():
-    form = AnswerFormat(None, REASONING_FORMATS[-1])
+    form = OutputFormat(None, REASONING_FORMATS[-1])
     text = "Wrap it in `<think>` and `</think>` tags."
     assert collected(events_of(form, text)) == ("", text, [], "")
     assert collected(events_of(form, "Hm.</think>" + text)) == ("Hm.", text, [], "")
 
 
 def test_assistant_is_a_role_only_before_a_header():
-    form = AnswerFormat("harmony", None)
+    form = OutputFormat("harmony", None)
     for text in ("assistants are nice", "assistant is a role", "assistant", "assistant to help"):
         for pieces in ([text], [*text]):
             assert collected(events_of(form, pieces)) == ("", text, [], "")
@@ -584,7 +582,7 @@ def test_assistant_is_a_role_only_before_a_header():
 
 
 def test_functools_without_a_bracket_is_content():
-    form = AnswerFormat("phi4_mini", None)
+    form = OutputFormat("phi4_mini", None)
     assert collected(events_of(form, "Use functools.lru_cache here.")) == ("", "Use functools.lru_cache here.", [], "")
     text = 'functools[{"name": "get_weather", "arguments": {"text": "a"}}, {"name": "edit", "arguments": {}}]'
     assert collected(events_of(form, text)) == ("", "", [WEATHER, FunctionCall("edit", {})], "")
@@ -594,9 +592,9 @@ def test_removes_surplus_brackets_and_fences_before_the_end_of_a_call():
     call = '{"name": "get_weather", "arguments": {"text": "a"}}'
     for text in (f"```json\n{call}\n```", f"```json\n[{call}]\n```\n", f"{call}}}\n"):
         for pieces in ([f"<tool_call>{text}</tool_call>\nDone."], [*f"<tool_call>{text}</tool_call>\nDone."]):
-            assert collected(events_of(AnswerFormat("hermes", None), pieces)) == ("", "Done.", [WEATHER], "")
+            assert collected(events_of(OutputFormat("hermes", None), pieces)) == ("", "Done.", [WEATHER], "")
     code = "```python\nx\n```"
-    assert collected(events_of(AnswerFormat("hermes", None), f"<tool_call>{call}</tool_call>{code}"))[1] == code
+    assert collected(events_of(OutputFormat("hermes", None), f"<tool_call>{call}</tool_call>{code}"))[1] == code
 
 
 @pytest.mark.parametrize("name", [row.name for row in TOOL_CALL_FORMATS if row.syntax == "python"])
@@ -640,14 +638,14 @@ def test_names_of_parameters_may_have_punctuation(name: Any):
 
 
 def test_failure_reasons_contain_the_names_of_special_tokens():
-    form = AnswerFormat("hermes", None, ["<tool_call>", "</tool_call>"])
+    form = OutputFormat("hermes", None, ["<tool_call>", "</tool_call>"])
     events = events_of(form, form.translate("<tool_call>{</tool_call>"))
-    (reason,) = [event.reason for event in events if isinstance(event, Malformed) and event.reason]
+    (reason,) = [event.reason for event in events if isinstance(event, MalformedCall) and event.reason]
     assert "</tool_call>" in reason
 
 
 def test_empty_harmony_message_does_not_depend_on_the_pieces():
-    form = AnswerFormat("harmony", None)
+    form = OutputFormat("harmony", None)
     call = ROWS["harmony"].write([WEATHER])
     for text in (f"<|start|>assistant<|call|>{call}", f"<|channel|>final<|end|>{call}"):
         assert collected(events_of(form, [text])) == collected(events_of(form, text)) == ("", "", [WEATHER], "")
@@ -664,7 +662,7 @@ def test_empty_harmony_message_does_not_depend_on_the_pieces():
     ids=["glm4_moe", "gemma4 tool", "gemma4 parameter", "minimax_m2"],
 )
 def test_names_of_tools_and_parameters_contain_no_special_tokens(name: Any, text):
-    form = AnswerFormat(name, None, re.findall(r"<[^ <>]+>|\[[A-Z_]+\]", text))
+    form = OutputFormat(name, None, re.findall(r"<[^ <>]+>|\[[A-Z_]+\]", text))
     for pieces in ([form.translate(text)], form.translate(text)):
         parser = form.parser()
         events = [event for piece in pieces for event in parser.push(piece)] + parser.flush()
@@ -699,17 +697,17 @@ def test_reads_a_parameter_name_of_many_spaces_in_linear_time(name: Any):
     row = ROWS[name]
     text = f"{row.section_begin}{row.call_begin}edit{row.name_end}{row.parameter_begin}".rstrip('"') + " " * 20_000
     started = time.perf_counter()
-    assert collected(events_of(AnswerFormat(name, None), [text]))[2] == []
+    assert collected(events_of(OutputFormat(name, None), [text]))[2] == []
     assert time.perf_counter() - started < 5
 
 
 def test_reads_many_code_fences_in_linear_time():
     started = time.perf_counter()
-    assert collected(events_of(AnswerFormat("hermes", None), ["<tool_call>", *["```"] * 10_000]))[2] == []
+    assert collected(events_of(OutputFormat("hermes", None), ["<tool_call>", *["```"] * 10_000]))[2] == []
     assert time.perf_counter() - started < 5
 
 
 def test_reasoning_without_a_start_marker_may_end_with_the_start_of_a_wrapper():
-    reasoning = reasoning_format("[BEGIN FINAL RESPONSE]")
+    reasoning = find_reasoning_format("[BEGIN FINAL RESPONSE]")
     for text in ("Hm.[BEGIN FINAL RESPONSE]Hi.[END FINAL RESPONSE]", "Hm.[BEGIN FINAL RESPONSE]Hi."):
-        assert collected(events_of(AnswerFormat(None, reasoning), text)) == ("Hm.", "Hi.", [], "")
+        assert collected(events_of(OutputFormat(None, reasoning), text)) == ("Hm.", "Hi.", [], "")

@@ -1,7 +1,8 @@
 """Tables of the formats in which models write their reasoning and tool calls.
 
-Each row describes the output of some models. `parse_tool_calls` and the server parse answers according to these rows.
-Constrained decoding builds grammars from the rows. The chat template of a model selects its rows by their markers.
+`TOOL_CALL_FORMATS` and `REASONING_FORMATS` list the formats of the supported models. `parse_tool_calls` and the server
+parse model outputs in these formats. Constrained decoding builds its grammars from them. The formats of a model are
+selected by the markers in its chat template.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 
-ToolFormat = Literal[
+ToolFormatName = Literal[
     "hermes",
     "llama3_json",
     "mistral",
@@ -61,7 +62,7 @@ class FunctionCall(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToolCallFormat:
-    """Format of tool calls: the text that models write, and the markers that delimit it.
+    """Format of tool calls: the syntax of a call, and the markers that delimit it.
 
     Calls are written as
 
@@ -69,34 +70,35 @@ class ToolCallFormat:
 
     where a call is `call_begin + NAME + name_end + ARGUMENTS + call_end`. ARGUMENTS depends on `syntax`:
 
-    - `"json"`: a JSON object. It is a member of another JSON object, which also contains the name of the tool.
+    - `"json"`: a JSON object. This object is a member of another JSON object that also contains the name of the tool.
     - `"named_json"`, `"harmony"`: a JSON object. The name of the tool precedes it.
     - `"xml"`: for each argument `parameter_begin + KEY + key_end + VALUE + parameter_end`, joined by
-        `parameter_separator`. Strings are written without quotes and escapes, all other values as JSON (see `nested`
-        and `character_data`).
+        `parameter_separator`. Strings are written without quotes and escape sequences. All other values are written as
+        JSON (see `nested` and `character_data`).
     - `"python"`: keyword arguments of a Python call, `key="text", other=1`.
     - `"gemma"`: `key:value,other:value`. A string is enclosed in `quote`.
 
-    Placeholders in these texts: `{index}` is the index of the call, from 0. `{string}` is `true` if the value is a
+    Template fields in these texts: `{index}` is the index of the call, from 0. `{string}` is `true` if the value is a
     string and `false` otherwise. `{key}` in `parameter_end` is the key of the argument.
 
     **Arguments:**
 
     - `name`: name of the format, as in `--tool-call-parser`.
-    - `selectors`: a chat template that contains all strings of one of these tuples selects the format.
+    - `selectors`: a chat template selects the format if the template contains all strings of at least one tuple.
     - `start_markers`: markers before calls. Each marker is a prefix of `section_begin` or `call_begin`, or a variant of
-        these that some models write.
+        such a prefix that some models write.
     - `end_markers`: markers that may follow a call or the last call.
-    - `inner_markers`: markers within calls. They are special tokens in some tokenizers.
-    - `id_marker`: marker before the id of a call, which some models write after the tool's name.
+    - `inner_markers`: markers within calls. These markers are special tokens in some tokenizers.
+    - `id_marker`: marker before the id of a call. Some models write this id after the tool's name.
     - `name_keys`: keys of the tool's name in JSON objects. If empty, the object has a single key, the tool's name.
     - `argument_keys`: keys of the arguments in JSON objects.
-    - `bare`: calls may be written without a marker. Text without a marker is a call only if the tool is offered.
+    - `marker_optional`: calls may be written without a marker. Text without a marker is a call only if the tool is
+        offered.
     - `nested`: the members of lists and objects are written as parameters, not as JSON (`"xml"`).
     - `character_data`: strings that contain `<`, `&` or line breaks are written as CDATA (`"xml"`).
     """
 
-    name: ToolFormat
+    name: ToolFormatName
     syntax: Syntax
     selectors: tuple[tuple[str, ...], ...] = ()
     start_markers: tuple[str, ...] = ()
@@ -116,13 +118,13 @@ class ToolCallFormat:
     quote: str = ""
     name_keys: tuple[str, ...] = ("name",)
     argument_keys: tuple[str, ...] = ("arguments", "parameters")
-    bare: bool = False
+    marker_optional: bool = False
     nested: bool = False
     character_data: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All markers of the format. They are special tokens in some tokenizers."""
+        """All markers of the format. Some of these markers may be special tokens of the tokenizer."""
         texts = (*self.start_markers, *self.end_markers, *self.inner_markers, self.quote)
         return tuple(dict.fromkeys(text for text in texts if text))
 
@@ -168,13 +170,14 @@ class ToolCallFormat:
 
 
 class ReasoningFormat(NamedTuple):
-    """Markers of the reasoning at the start of an answer.
+    """Markers of the reasoning at the start of a model output.
 
     **Arguments:**
 
     - `begin`, `end`: markers that start and end the reasoning.
-    - `selectors`: a chat template that contains one of these strings selects the format.
-    - `wrappers`: pairs of markers that enclose the content after the reasoning. They are not part of the content.
+    - `selectors`: a chat template that contains at least one of these strings selects the format.
+    - `wrappers`: pairs of markers that enclose the content after the reasoning. The markers are not part of the
+        content.
     """
 
     begin: str
@@ -195,11 +198,12 @@ def _json_call(begin: str, end: str = "", *, arguments: str = "arguments") -> di
 
 def _json_list(begin: str, end: str = "", *, arguments: str = "arguments") -> dict[str, Any]:
     """Return the fields of a format that writes all calls as a JSON list of objects between `begin` and `end`."""
-    parts = _json_call("", arguments=arguments)
-    return parts | dict(section_begin=f"{begin}[", section_end=f"]{end}", separator=", ")
+    fields = _json_call("", arguments=arguments)
+    return fields | dict(section_begin=f"{begin}[", section_end=f"]{end}", separator=", ")
 
 
 def _deepseek(function: str, name_end: str, call_end: str, separator: str) -> dict[str, Any]:
+    """Return the fields of the JSON format of DeepSeek V3. `function`: text before the name of the tool."""
     return dict(
         syntax="named_json",
         start_markers=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
@@ -215,6 +219,7 @@ def _deepseek(function: str, name_end: str, call_end: str, separator: str) -> di
 
 
 def _dsml(section: str) -> dict[str, Any]:
+    """Return the fields of the XML format of DeepSeek V3.2 and later. `section`: name of the tag around all calls."""
     return dict(
         syntax="xml",
         start_markers=(f"<｜DSML｜{section}>", "<｜DSML｜invoke"),
@@ -233,7 +238,8 @@ def _dsml(section: str) -> dict[str, Any]:
     )
 
 
-def _functions(tag: str) -> dict[str, Any]:
+def _function_tags(tag: str) -> dict[str, Any]:
+    """Return the fields of a format that writes calls as `<function=NAME>` within the element `tag`."""
     return dict(
         syntax="xml",
         start_markers=(f"<{tag}>", "<function="),
@@ -246,7 +252,7 @@ def _functions(tag: str) -> dict[str, Any]:
     )
 
 
-def _argument_keys(prefix: str = "", line_break: str = "\n") -> dict[str, Any]:
+def _key_value_tags(prefix: str = "", line_break: str = "\n") -> dict[str, Any]:
     """Return the fields of a format that writes a call as a name, and keys and values in separate tags.
 
     `prefix`: start of the names of all tags. `line_break`: text after the name and after each key and value.
@@ -288,7 +294,7 @@ def _hunyuan_v3(suffix: str = "") -> dict[str, Any]:
     )
 
 
-# A chat template selects the first row whose selectors match.
+# A chat template selects the first format with a matching selector.
 TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
     ToolCallFormat(
         name="harmony",
@@ -421,14 +427,14 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         selectors=(("<seed:tool_call>",), ("seed:tool_call",)),
         key_end=">",
         parameter_end="</parameter>\n",
-        **_functions("seed:tool_call"),
+        **_function_tags("seed:tool_call"),
     ),
     ToolCallFormat(
         name="qwen3_coder",
         selectors=(("<function=",),),
         key_end=">\n",
         parameter_end="\n</parameter>\n",
-        **_functions("tool_call"),
+        **_function_tags("tool_call"),
     ),
     ToolCallFormat(
         name="hy_v3_opensource",
@@ -436,9 +442,9 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         **_hunyuan_v3(":opensource"),
     ),
     ToolCallFormat(name="hy_v3", selectors=(("tool_sep", "arg_key"),), **_hunyuan_v3()),
-    ToolCallFormat(name="longcat_xml", selectors=(("<longcat_arg_key>",),), **_argument_keys("longcat_")),
-    ToolCallFormat(name="glm47_moe", selectors=(("</arg_key><arg_value>",),), **_argument_keys(line_break="")),
-    ToolCallFormat(name="glm4_moe", selectors=(("<arg_key>",),), **_argument_keys()),
+    ToolCallFormat(name="longcat_xml", selectors=(("<longcat_arg_key>",),), **_key_value_tags("longcat_")),
+    ToolCallFormat(name="glm47_moe", selectors=(("</arg_key><arg_value>",),), **_key_value_tags(line_break="")),
+    ToolCallFormat(name="glm4_moe", selectors=(("<arg_key>",),), **_key_value_tags()),
     ToolCallFormat(
         name="mistral_v11",
         syntax="named_json",
@@ -455,10 +461,12 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         start_markers=("[TOOL_CALLS]",),
         inner_markers=("[ARGS]", "[CALL_ID]"),
         id_marker="[CALL_ID]",
-        bare=True,
+        marker_optional=True,
         **_json_list("[TOOL_CALLS] "),
     ),
-    ToolCallFormat(name="xlam", selectors=(("make calls in a single JSON array",),), bare=True, **_json_list("")),
+    ToolCallFormat(
+        name="xlam", selectors=(("make calls in a single JSON array",),), marker_optional=True, **_json_list("")
+    ),
     ToolCallFormat(
         name="longcat",
         selectors=(("<longcat_tool_call>",),),
@@ -579,7 +587,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         selectors=(("<|python_start|>",), ("[func_name1(",)),
         start_markers=("<|python_start|>",),
         end_markers=("<|python_end|>",),
-        bare=True,
+        marker_optional=True,
         section_begin="[",
         section_end="]",
         name_end="(",
@@ -590,14 +598,16 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         name="llama3_json",
         selectors=(("<|python_tag|>",), ("ipython",), ('"parameters": dictionary of argument name',)),
         start_markers=("<|python_tag|>",),
-        bare=True,
+        marker_optional=True,
         separator="; ",
         **_json_call("", arguments="parameters"),
     ),
 )
-TOOL_CALL_FORMAT: Mapping[str, ToolCallFormat] = {row.name: row for row in TOOL_CALL_FORMATS}
+TOOL_CALL_FORMATS_BY_NAME: Mapping[str, ToolCallFormat] = {
+    tool_format.name: tool_format for tool_format in TOOL_CALL_FORMATS
+}
 
-# A chat template selects the first row whose selectors match.
+# A chat template selects the first format with a matching selector.
 REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ReasoningFormat("[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),
     ReasoningFormat(
@@ -638,44 +648,46 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
 )
 
 # Markers around the content after `</think>`. A chat template selects the pairs that it contains.
-ANSWER_WRAPPERS = (
+CONTENT_WRAPPERS = (
     ("<answer>", "</answer>"),  # Hunyuan A13B
     ("<response>", "</response>"),  # Granite 3.3 and ERNIE 4.5
 )
 
 # `[name(key=`: how chat templates of pythonic formats describe calls. Name and key may be Jinja expressions.
-_PYTHONIC = re.compile(r"\[\s*(?:\w+|\{\{-?[^{}]*\}\})\(\s*(?:\w+|\{\{-?[^{}]*\}\})\s*=")
+_PYTHONIC_CALL = re.compile(r"\[\s*(?:\w+|\{\{-?[^{}]*\}\})\(\s*(?:\w+|\{\{-?[^{}]*\}\})\s*=")
 
 
-def find_tool_format(template: str) -> ToolFormat | None:
-    """Return the format of tool calls that a chat template selects; None if the template selects no format."""
-    for row in TOOL_CALL_FORMATS:
-        if any(all(text in template for text in selector) for selector in row.selectors):
-            return row.name
-        if row.name == "llama4_pythonic" and _PYTHONIC.search(template):
-            return row.name
+def find_tool_format(template: str) -> ToolFormatName | None:
+    """Return the name of the tool-call format that a chat template selects; None if no format matches."""
+    for tool_format in TOOL_CALL_FORMATS:
+        if any(all(text in template for text in selector) for selector in tool_format.selectors):
+            return tool_format.name
+        if tool_format.name == "llama4_pythonic" and _PYTHONIC_CALL.search(template):
+            return tool_format.name
     return None
 
 
-def tool_format(template: str) -> ToolFormat:
-    """Return the format of tool calls that a chat template selects, or `"hermes"` if the template selects no format."""
+def tool_format_or_default(template: str) -> ToolFormatName:
+    """Return the name of the tool-call format that a chat template selects, or `"hermes"` if no format matches."""
     return find_tool_format(template) or "hermes"
 
 
-def reasoning_format(template: str) -> ReasoningFormat | None:
-    """Return the format of the reasoning that a chat template selects; None if the model does not reason."""
-    for row in REASONING_FORMATS:
-        if any(text in template for text in row.selectors):
-            if row.begin == "<think>" and "minimax:" not in template:  # MiniMax M2: <response> is a tool's result
-                return row._replace(wrappers=tuple(pair for pair in ANSWER_WRAPPERS if pair[0] in template))
-            return row
+def find_reasoning_format(template: str) -> ReasoningFormat | None:
+    """Return the reasoning format that a chat template selects, or None if the model does not reason."""
+    for reasoning in REASONING_FORMATS:
+        if not any(text in template for text in reasoning.selectors):
+            continue
+        if reasoning.begin == "<think>" and "minimax:" not in template:  # MiniMax M2: <response> is a tool's result
+            return reasoning._replace(wrappers=tuple(pair for pair in CONTENT_WRAPPERS if pair[0] in template))
+        return reasoning
     return None
 
 
-def functions_of(tools: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def iter_functions(tools: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """Yield the description of each tool's function.
 
-    A tool is either this description or an object `{"type": "function", "function": description}`.
+    A tool is either the description itself or an object `{"type": "function", "function": description}`. Invalid tools
+    are skipped.
     """
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None

@@ -13,17 +13,17 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from eqx_decoders.io.text.answers.arguments import (
+from eqx_decoders.io.text.output_parsing.formats import FunctionCall, ToolCallFormat, iter_functions
+from eqx_decoders.io.text.output_parsing.tool_arguments import (
     MAX_LEVELS,
     Elements,
     ToolSchema,
-    literal,
+    evaluate_literal,
     parse_expression,
     parse_json,
     parse_json_or_python,
-    untyped_value,
+    parse_untyped_value,
 )
-from eqx_decoders.io.text.answers.formats import FunctionCall, ToolCallFormat, functions_of
 
 
 MAX_HEADER = 512  # max. characters between the marker of a call and its arguments
@@ -41,7 +41,7 @@ _STRING_PART = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
 PYTHON_QUOTES = ("'", '"', "'''", '"""')
 
 
-class Found(NamedTuple):
+class FoundCalls(NamedTuple):
     """Calls found in a text.
 
     **Arguments:**
@@ -56,7 +56,7 @@ class Found(NamedTuple):
     closed: bool
 
 
-class Failed(NamedTuple):
+class ScanFailure(NamedTuple):
     """Text that cannot be parsed as a call. `position`: position of the first unexpected character."""
 
     position: int
@@ -67,13 +67,13 @@ class Failed(NamedTuple):
 class CallScanner(Protocol):
     """Scanner of the calls after a marker."""
 
-    def scan(self, text: str, *, final: bool) -> Found | Failed | None:
+    def scan(self, text: str, *, final: bool) -> FoundCalls | ScanFailure | None:
         """Return the next calls, or None if more text is needed. `final`: the text is complete."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Context:
+class ScannerContext:
     """Format and tools of an answer, which all scanners of the answer share.
 
     **Arguments:**
@@ -90,13 +90,13 @@ class Context:
     @functools.cached_property
     def names(self) -> frozenset[str] | None:
         """Names of the offered tools; None: any tool may be called."""
-        return frozenset(function["name"] for function in functions_of(self.tools)) if self.tools else None
+        return frozenset(function["name"] for function in iter_functions(self.tools)) if self.tools else None
 
     def restore(self, text: str) -> str:
         """Replace placeholders with the names of their special tokens."""
-        return restore_names(text, self.placeholders)
+        return restore_special_names(text, self.placeholders)
 
-    def is_special(self, marker: str) -> bool:
+    def contains_special_token(self, marker: str) -> bool:
         """Return whether a marker contains special tokens, so that an argument cannot contain it."""
         return any(character in self.placeholders for character in marker)
 
@@ -111,14 +111,14 @@ def skip_whitespace(text: str, position: int) -> int:
     return position if match is None else match.end()
 
 
-def partial_match(text: str, words: Sequence[str]) -> int:
+def partial_match_length(text: str, words: Sequence[str]) -> int:
     """Return the length of the longest suffix of a text that may be the incomplete start of one of the words."""
     longest = min(max(map(len, words), default=1) - 1, len(text))
     endings = (text[len(text) - size :] for size in range(longest, 0, -1))
     return next((len(ending) for ending in endings if any(word.startswith(ending) for word in words)), 0)
 
 
-def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
+def find_first_marker(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
     """Return the position of the first marker in a text, and the marker; None if the text has no marker.
 
     Of several markers at the same position, the longest is returned.
@@ -130,7 +130,7 @@ def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
     return position, marker
 
 
-def restore_names(text: str, names: Mapping[str, str]) -> str:
+def restore_special_names(text: str, names: Mapping[str, str]) -> str:
     """Replace the placeholders of special tokens in a text. `names`: replacements by placeholder."""
     for placeholder, name in names.items():
         text = text.replace(placeholder, name)
@@ -140,7 +140,7 @@ def restore_names(text: str, names: Mapping[str, str]) -> str:
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
-class JsonScanner:
+class JsonValueScanner:
     """Scanner that finds the end of a JSON object or list, or the first character that is not valid JSON.
 
     Strings may contain line breaks and may be enclosed in single quotes, as in Python.
@@ -226,7 +226,7 @@ class JsonScanner:
         return ValueError(f"unexpected {text[self.position : self.position + 20]!r}")
 
 
-class JsonCalls:
+class JsonCallScanner:
     """Scanner of calls that are JSON objects with the tool's name and arguments, or lists of such objects.
 
     **Arguments:**
@@ -236,40 +236,40 @@ class JsonCalls:
     - `is_bare`: the calls have no marker. The first object must call an offered tool.
     """
 
-    def __init__(self, context: Context, start: int, *, is_bare: bool = False):
+    def __init__(self, context: ScannerContext, start: int, *, is_bare: bool = False):
         self._context, self._position, self._is_bare = context, start, is_bare
         self._in_list, self._num_calls = False, 0
-        self._value: JsonScanner | None = None
+        self._value: JsonValueScanner | None = None
 
-    def scan(self, text: str, *, final: bool) -> Found | Failed | None:
+    def scan(self, text: str, *, final: bool) -> FoundCalls | ScanFailure | None:
         if self._value is None:
             started = self._start(text, final=final)
             if not isinstance(started, int):
                 return started
-            self._value = JsonScanner(started)
+            self._value = JsonValueScanner(started)
         start = self._value.start
         if self._is_bare and self._num_calls == 0 and not self._may_be_call(text, start):
-            return Failed(start, "this is not a call of an offered tool")
+            return ScanFailure(start, "this is not a call of an offered tool")
         try:
             end = self._value.scan(text)
         except ValueError as error:
-            return Failed(self._value.position, f"invalid JSON in tool call: {error}")
+            return ScanFailure(self._value.position, f"invalid JSON in tool call: {error}")
         if end is None:
             return None
         part = self._call(text[start:end])
         if self._is_bare and self._num_calls == 0 and isinstance(part, str):
-            return Failed(end, part)
+            return ScanFailure(end, part)
         self._value, self._position = None, end
         self._num_calls += 1
-        return Found(end, (part,), closed=False)
+        return FoundCalls(end, (part,), closed=False)
 
-    def _start(self, text: str, *, final: bool) -> Found | Failed | int | None:
+    def _start(self, text: str, *, final: bool) -> FoundCalls | ScanFailure | int | None:
         """Return the position of the next object, or the result of `scan` if there is no next object yet."""
         position = self._position
         while True:
             position = skip_whitespace(text, position)
             if position >= len(text):
-                return Found(self._position, (), closed=True) if final and self._num_calls else None
+                return FoundCalls(self._position, (), closed=True) if final and self._num_calls else None
             character = text[position]
             if character == "{":
                 return position
@@ -284,7 +284,7 @@ class JsonCalls:
                 self._position = position
                 continue
             elif character == "]" and self._in_list:
-                return Found(position + 1, (), closed=True)
+                return FoundCalls(position + 1, (), closed=True)
             elif self._num_calls and character in ",;":
                 pass
             else:
@@ -292,9 +292,9 @@ class JsonCalls:
             position += 1
         if self._num_calls:
             if self._in_list:
-                return Failed(position, f"unexpected {text[position : position + 20]!r} in a list of calls")
-            return Found(self._position, (), closed=True)
-        return Failed(position, f"{text[position : position + 80]!r} is not a JSON object")
+                return ScanFailure(position, f"unexpected {text[position : position + 20]!r} in a list of calls")
+            return FoundCalls(self._position, (), closed=True)
+        return ScanFailure(position, f"{text[position : position + 80]!r} is not a JSON object")
 
     def _may_be_call(self, text: str, start: int) -> bool:
         """Return whether an object may be a call of an offered tool, as far as its text is known."""
@@ -316,7 +316,7 @@ class JsonCalls:
             if len(value) != 1:
                 return f"{json.dumps(value)[:80]} must have a single key, the name of the tool"
             ((name, arguments),) = value.items()
-            return call_of(name, arguments)
+            return create_call(name, arguments)
         inner = value.get("function")
         value = inner if isinstance(inner, dict) else value
         name = next((value[key] for key in row.name_keys if isinstance(value.get(key), str)), None)
@@ -330,10 +330,10 @@ class JsonCalls:
             if not value.keys() <= allowed or (names is None and not has_arguments):
                 return f"{json.dumps(value)[:80]} is not a call"
         arguments = next((value[key] for key in row.argument_keys if key in value), {})
-        return call_of(name, arguments)
+        return create_call(name, arguments)
 
 
-def call_of(name: str, arguments: Any) -> FunctionCall | str:
+def create_call(name: str, arguments: Any) -> FunctionCall | str:
     """Return a call, or the reason why its arguments cannot be parsed.
 
     `arguments`: an object, JSON text as in OpenAI's API, or None for no arguments.
@@ -352,7 +352,7 @@ def call_of(name: str, arguments: Any) -> FunctionCall | str:
     return FunctionCall(name, arguments)
 
 
-class NamedJsonCall:
+class NamedJsonCallScanner:
     """Scanner of one call that consists of the tool's name and a JSON object with its arguments.
 
     **Arguments:**
@@ -361,7 +361,7 @@ class NamedJsonCall:
     - `start`: position after the marker.
     """
 
-    def __init__(self, context: Context, start: int):
+    def __init__(self, context: ScannerContext, start: int):
         self._context, self._start = context, start
         row = context.row
         marker = f"(?:{'|'.join(map(re.escape, row.inner_markers))})"
@@ -374,9 +374,9 @@ class NamedJsonCall:
             rf"\s*(?:\w*\s*{marker}\s*)??{prefix}({_NAME}?)\s*{index}{call_id}\s*{marker}?\s*{fence}"
         )
         self._name = ""
-        self._value: JsonScanner | None = None
+        self._value: JsonValueScanner | None = None
 
-    def scan(self, text: str, *, final: bool) -> Found | Failed | None:
+    def scan(self, text: str, *, final: bool) -> FoundCalls | ScanFailure | None:
         row = self._context.row
         if self._value is None:
             first = text.find("{", self._start, self._start + MAX_HEADER)
@@ -387,30 +387,30 @@ class NamedJsonCall:
             if ends:
                 header = self._header.fullmatch(text, self._start, min(ends))
                 if header is None:
-                    return Failed(min(ends), f"{text[self._start : min(ends)][:80]!r} is not a tool name")
-                return Found(min(ends), (FunctionCall(header[1], {}),), closed=True)
+                    return ScanFailure(min(ends), f"{text[self._start : min(ends)][:80]!r} is not a tool name")
+                return FoundCalls(min(ends), (FunctionCall(header[1], {}),), closed=True)
             if first < 0:
                 if len(text) - self._start >= MAX_HEADER:
-                    return Failed(len(text), "the call has no arguments")
+                    return ScanFailure(len(text), "the call has no arguments")
                 return None
             header = self._header.fullmatch(text, self._start, limit)
             if header is None:
-                return Failed(limit, f"{text[self._start : limit][:80]!r} is not a tool name")
-            self._name, self._value = header[1], JsonScanner(limit)
+                return ScanFailure(limit, f"{text[self._start : limit][:80]!r} is not a tool name")
+            self._name, self._value = header[1], JsonValueScanner(limit)
         try:
             end = self._value.scan(text)
         except ValueError as error:
-            return Failed(self._value.position, f"the arguments of {self._name} are not valid JSON: {error}")
+            return ScanFailure(self._value.position, f"the arguments of {self._name} are not valid JSON: {error}")
         if end is None:
             return None
         value = parse_json_or_python(self._context.restore(text[self._value.start : end]))
-        return Found(end, (call_of(self._name, value),), closed=True)
+        return FoundCalls(end, (create_call(self._name, value),), closed=True)
 
 
 # --- tags -------------------------------------------------------------------------------------------------------------
 
 
-class XmlCall:
+class XmlCallScanner:
     """Scanner of one call whose arguments are enclosed in tags.
 
     Values are not escaped, so a value may contain text that looks like a closing tag. A closing tag ends the value only
@@ -427,7 +427,7 @@ class XmlCall:
     - `start`: position of the marker.
     """
 
-    def __init__(self, context: Context, start: int):
+    def __init__(self, context: ScannerContext, start: int):
         row = context.row
         self._context, self._start = context, start
         self._body = -1  # position of the arguments; -1: the header is incomplete
@@ -452,7 +452,7 @@ class XmlCall:
         # which some models leave out.
         self._call_end = {gap: re.compile(gap.join(map(re.escape, ends))) for gap in (_LINES, _BLANKS)}
         self._call_end[""] = re.compile(re.escape(ends[0]))
-        self._special_end = next(filter(context.is_special, (*ends, *row.end_markers)), "")
+        self._special_end = next(filter(context.contains_special_token, (*ends, *row.end_markers)), "")
         last = f"(?:{_LINES}{_LINES.join(map(re.escape, ends[1:]))})?" if len(ends) > 1 else ""
         self._closed = re.compile(re.escape(ends[0]) + last)
         tag = "[^<>]*".join(map(re.escape, self._close.split("{key}")))
@@ -475,7 +475,7 @@ class XmlCall:
         tags = _TAG_START.sub(" ", row.key_end.removeprefix('"' if is_quoted else "")).split()
         return re.compile(rf"{begin}\s*{key}\s*" + r"\s*".join(map(re.escape, tags)) + "()")
 
-    def scan(self, text: str, *, final: bool) -> Found | Failed | None:
+    def scan(self, text: str, *, final: bool) -> FoundCalls | ScanFailure | None:
         if self._body < 0:
             header = self._call_start.match(text, self._start)
             if header is None or (not self._context.row.name_end.strip() and header.end() == len(text) and not final):
@@ -485,31 +485,33 @@ class XmlCall:
             self._schema = self._context.schema(self._name)
         start = skip_whitespace(text, self._body)
         if start < len(text) and not final and text[start] != "{" and not self._may_start(text, start):
-            return Failed(start, f"{text[start : start + 80]!r} is not a parameter")
+            return ScanFailure(start, f"{text[start : start + 80]!r} is not a parameter")
         extent = self._extent(text)
         if extent is None and not final:
             return None
         return self._parsed(text, len(text) if extent is None else extent, start)
 
-    def _no_header(self, text: str, *, final: bool) -> Found | Failed | None:
+    def _no_header(self, text: str, *, final: bool) -> FoundCalls | ScanFailure | None:
         """Return the failure of a call without a name, or None if more text may complete the header."""
         position, heads = self._start, self._heads
         rest = text[position:]
         first = next((index for index, head in enumerate(heads) if rest.startswith(head)), None)
         if first is None:
             is_incomplete = any(head.startswith(rest) for head in heads)
-            return None if is_incomplete else Failed(position + 1, "the call has no tool name")
+            return None if is_incomplete else ScanFailure(position + 1, "the call has no tool name")
         for head in heads[first:]:
             rest = text[position:]
             if not rest.startswith(head):
-                return None if head.startswith(rest) else Failed(position, f"the call has no {head} with a tool name")
+                return (
+                    None if head.startswith(rest) else ScanFailure(position, f"the call has no {head} with a tool name")
+                )
             position = skip_whitespace(text, position + len(head))
         rest = text[position:].removeprefix(self._quote)
         name_end = "".join(self._context.row.name_end.split()).removeprefix(self._quote)
         match = re.compile(_NAME).match(rest)
         tail = "" if match is None else rest[match.end() :].removeprefix(self._quote).strip()
         if rest and (match is None or (tail and not name_end.startswith(tail) and not tail.startswith(name_end))):
-            return Failed(position, f"{rest[:80]!r} is not a tool name")
+            return ScanFailure(position, f"{rest[:80]!r} is not a tool name")
         return None
 
     def _may_start(self, text: str, start: int) -> bool:
@@ -543,7 +545,7 @@ class XmlCall:
         found = self._written_start.search(text, match.start())
         return found is not None and found.start() < match.end()
 
-    def _parsed(self, text: str, extent: int, start: int) -> Found | Failed | None:
+    def _parsed(self, text: str, extent: int, start: int) -> FoundCalls | ScanFailure | None:
         if text.startswith("{", start):
             return self._json_arguments(text, extent, start)
         for gap in (_LINES, _BLANKS, ""):
@@ -557,24 +559,24 @@ class XmlCall:
                 ):
                     break  # the end tag may be part of an argument that is cut off
                 call = FunctionCall(self._name, values)
-                return Found(end, (call,), closed=True)
+                return FoundCalls(end, (call,), closed=True)
         if extent < len(text) or text.rstrip().endswith((self._ends[-1], *self._context.row.end_markers)):
-            return Failed(start, f"the parameters of {self._name} cannot be parsed: {text[start : start + 80]!r}")
+            return ScanFailure(start, f"the parameters of {self._name} cannot be parsed: {text[start : start + 80]!r}")
         if start < len(text) and not self._may_start(text, start):
-            return Failed(start, f"{text[start : start + 80]!r} is not a parameter")
+            return ScanFailure(start, f"{text[start : start + 80]!r} is not a parameter")
         return None
 
-    def _json_arguments(self, text: str, extent: int, start: int) -> Found | Failed | None:
-        scanner = JsonScanner(start)
+    def _json_arguments(self, text: str, extent: int, start: int) -> FoundCalls | ScanFailure | None:
+        scanner = JsonValueScanner(start)
         try:
             end = scanner.scan(text[:extent])
         except ValueError as error:
-            return Failed(scanner.position, f"the arguments of {self._name} are not valid JSON: {error}")
+            return ScanFailure(scanner.position, f"the arguments of {self._name} are not valid JSON: {error}")
         if end is None:
             return None
         closed = re.compile(_BLANKS + self._call_end[_BLANKS].pattern).match(text, end)
         value = parse_json_or_python(self._context.restore(text[start:end]))
-        return Found(end if closed is None else closed.end(), (call_of(self._name, value),), closed=True)
+        return FoundCalls(end if closed is None else closed.end(), (create_call(self._name, value),), closed=True)
 
     def _parameters(self, text: str, extent: int, position: int, gap: str) -> tuple[dict[str, Any], int] | None:
         """Return the arguments and the end of the call; None if the arguments cannot be parsed.
@@ -787,7 +789,7 @@ class BracketScanner:
             return True
 
 
-class PythonCalls:
+class PythonCallScanner:
     """Scanner of calls in Python syntax, in a list or one after another.
 
     **Arguments:**
@@ -797,13 +799,13 @@ class PythonCalls:
     - `is_bare`: the calls have no marker. The first call must call an offered tool.
     """
 
-    def __init__(self, context: Context, start: int, *, is_bare: bool = False):
+    def __init__(self, context: ScannerContext, start: int, *, is_bare: bool = False):
         self._context, self._position, self._is_bare = context, start, is_bare
         self._in_list, self._num_calls = False, 0
         self._name, self._opened = "", -1
         self._brackets: BracketScanner | None = None
 
-    def scan(self, text: str, *, final: bool) -> Found | Failed | None:
+    def scan(self, text: str, *, final: bool) -> FoundCalls | ScanFailure | None:
         if self._brackets is None:
             started = self._open(text, final=final)
             if not isinstance(started, BracketScanner):
@@ -812,15 +814,15 @@ class PythonCalls:
         try:
             end = self._brackets.scan(text)
         except ValueError as error:
-            return Failed(self._brackets.position, f"the arguments of {self._name} cannot be parsed: {error}")
+            return ScanFailure(self._brackets.position, f"the arguments of {self._name} cannot be parsed: {error}")
         if end is None:
             return None
         part = self._call(text, self._opened, end, self._brackets)
         self._brackets, self._position = None, end
         self._num_calls += 1
-        return Found(end, (part,), closed=False)
+        return FoundCalls(end, (part,), closed=False)
 
-    def _open(self, text: str, *, final: bool) -> BracketScanner | Found | Failed | None:
+    def _open(self, text: str, *, final: bool) -> BracketScanner | FoundCalls | ScanFailure | None:
         """Return the scanner of the next call's arguments, or the result of `scan` if there is no next call yet."""
         position = skip_whitespace(text, self._position)
         if self._num_calls == 0 and not self._in_list and text.startswith("[", position):
@@ -830,11 +832,11 @@ class PythonCalls:
             position += text.startswith((",", ";"), position)
             position = skip_whitespace(text, position)
         if position >= len(text):
-            return Found(self._position, (), closed=True) if final and self._num_calls else None
+            return FoundCalls(self._position, (), closed=True) if final and self._num_calls else None
         if self._in_list and text[position] == "]":
             if self._num_calls == 0 and self._is_bare:
-                return Failed(position, "the list has no call")
-            return Found(position + 1, (), closed=True)
+                return ScanFailure(position, "the list has no call")
+            return FoundCalls(position + 1, (), closed=True)
         match = re.compile(rf"({_NAME})\s*").match(text, position)
         rest = "" if match is None else text[match.end() :]
         names = self._context.names
@@ -842,12 +844,12 @@ class PythonCalls:
             return None
         if match is None or not rest.startswith("("):
             if self._num_calls and not self._in_list:
-                return Found(self._position, (), closed=True)
+                return FoundCalls(self._position, (), closed=True)
             if match is not None and not rest and not (self._is_bare and not self._num_calls):
                 return None
-            return Failed(position, f"{text[position : position + 80]!r} is not a call")
+            return ScanFailure(position, f"{text[position : position + 80]!r} is not a call")
         if self._is_bare and names is not None and match[1] not in names:
-            return Failed(position, f"the tool {match[1]!r} is not offered")
+            return ScanFailure(position, f"the tool {match[1]!r} is not offered")
         self._name, self._opened = match[1], match.end()
         return BracketScanner(match.end(), PYTHON_QUOTES, escapes=True)
 
@@ -885,10 +887,10 @@ class PythonCalls:
                 raise ValueError("not a call")
             if len(node.args) > len(schema.names):
                 raise ValueError("too many positional arguments")
-            values = dict(zip(schema.names, map(literal, node.args), strict=False))
+            values = dict(zip(schema.names, map(evaluate_literal, node.args), strict=False))
             positional = set(values)
             for keyword in node.keywords:
-                value = literal(keyword.value)
+                value = evaluate_literal(keyword.value)
                 if keyword.arg is None and not isinstance(value, dict):
                     raise ValueError("`**` needs a dictionary")
                 for key, member in value.items() if keyword.arg is None else [(keys[int(keyword.arg[1:])], value)]:
@@ -908,7 +910,7 @@ def _string(body: str, quote: str) -> str:
             rf"\\(.)|{quote}", lambda match: match[0] if match[1] else "\\" + quote, source, flags=re.DOTALL
         )
     try:
-        return literal(parse_expression(quote + source + quote))
+        return evaluate_literal(parse_expression(quote + source + quote))
     except (ValueError, SyntaxError, MemoryError):
         return body
 
@@ -916,7 +918,7 @@ def _string(body: str, quote: str) -> str:
 # --- Gemma's syntax ---------------------------------------------------------------------------------------------------
 
 
-class GemmaCall:
+class GemmaCallScanner:
     """Scanner of one call `call:name{key:value}`, in which strings are enclosed in the format's `quote` marker.
 
     **Arguments:**
@@ -925,11 +927,11 @@ class GemmaCall:
     - `start`: position after the marker.
     """
 
-    def __init__(self, context: Context, start: int):
+    def __init__(self, context: ScannerContext, start: int):
         self._context, self._start = context, start
         self._name, self._brackets, self._opened = "", None, 0
 
-    def scan(self, text: str, *, final: bool) -> Found | Failed | None:
+    def scan(self, text: str, *, final: bool) -> FoundCalls | ScanFailure | None:
         if self._brackets is None:
             position = skip_whitespace(text, self._start)
             rest = text[position:]
@@ -943,10 +945,10 @@ class GemmaCall:
             if match is None or not text.startswith("{", match.end()):
                 if final and match is not None and match.end() == len(text):
                     return None
-                return Failed(position, f"{rest[:80]!r} is not a call of the form call:name{{…}}")
+                return ScanFailure(position, f"{rest[:80]!r} is not a call of the form call:name{{…}}")
             self._name, self._opened = match[1].rstrip(":"), match.end()
             quote = self._context.row.quote
-            is_certain = self._context.is_special(quote)
+            is_certain = self._context.contains_special_token(quote)
             self._brackets = BracketScanner(match.end(), (quote,), escapes=False, certain=is_certain)
         try:
             end = self._brackets.scan(text)
@@ -957,10 +959,10 @@ class GemmaCall:
             if stop != end or not isinstance(arguments, dict):
                 raise ValueError(f"unexpected {text[stop : stop + 20]!r}")
         except (ValueError, RecursionError) as error:
-            return Failed(self._brackets.position, f"the arguments of {self._name} cannot be parsed: {error}")
+            return ScanFailure(self._brackets.position, f"the arguments of {self._name} cannot be parsed: {error}")
         schema = self._context.schema(self._name)
         values = {key: schema.convert_string(key, value) for key, value in arguments.items()}
-        return Found(end, (FunctionCall(self._name, values),), closed=True)
+        return FoundCalls(end, (FunctionCall(self._name, values),), closed=True)
 
     def _value(self, text: str, position: int, strings: Mapping[int, int]) -> tuple[Any, int]:
         """Return the value at a position and the position after it. `strings`: ends of the strings by start."""
@@ -984,7 +986,7 @@ class GemmaCall:
             return values, position + 1
         match = re.compile(r"[^,\]}\[{]*").match(text, position)
         word = "" if match is None else match[0]
-        return untyped_value(word.strip()), position + len(word)
+        return parse_untyped_value(word.strip()), position + len(word)
 
     def _key(self, text: str, position: int, strings: Mapping[int, int]) -> tuple[str, int]:
         if position in strings:
@@ -994,7 +996,7 @@ class GemmaCall:
             quoted = re.compile(r'"([^"\n]*)"\s*(?=:)').match(text, position)
             at = text.find(":", position) if quoted is None else quoted.end()
             key, position = (text[position:at].strip().strip('"') if quoted is None else quoted[1]), at
-            if at < 0 or "\n" in key or self._context.is_special(key):
+            if at < 0 or "\n" in key or self._context.contains_special_token(key):
                 raise ValueError("a key has no value")
         if not text.startswith(":", position):
             raise ValueError(f"unexpected {text[position : position + 20]!r}")
@@ -1010,23 +1012,23 @@ class GemmaCall:
         return position
 
 
-def scanner_at(context: Context, text: str, start: int, marker: str, *, final: bool) -> CallScanner | None:
+def create_scanner(context: ScannerContext, text: str, start: int, marker: str, *, final: bool) -> CallScanner | None:
     """Return the scanner of the calls that start at a position; None if more text is needed to select it.
 
     `marker`: the marker at this position; empty for calls without a marker.
     """
     row, after = context.row, start + len(marker)
     if row.syntax == "xml":
-        return XmlCall(context, start)
+        return XmlCallScanner(context, start)
     if row.syntax == "python":
         head = text[after : after + MAX_HEADER].replace("[", " ", 1).lstrip()
         if marker and not head and not final:
             return None
         if marker and head.startswith("{"):  # LFM2 and Llama 4 also write calls as JSON
-            return JsonCalls(context, after)
-        return PythonCalls(context, after, is_bare=not marker)
+            return JsonCallScanner(context, after)
+        return PythonCallScanner(context, after, is_bare=not marker)
     if row.syntax == "gemma":
-        return GemmaCall(context, after)
+        return GemmaCallScanner(context, after)
     if marker and (row.syntax == "named_json" or row.id_marker):
         position = skip_whitespace(text, after)
         rest = text[position:]
@@ -1034,6 +1036,6 @@ def scanner_at(context: Context, text: str, start: int, marker: str, *, final: b
             return None
         inner = next((begin for begin in row.start_markers if rest.startswith(begin)), "")
         if rest.startswith(("{", "[")) and not rest.startswith(row.inner_markers):
-            return JsonCalls(context, after)
-        return NamedJsonCall(context, position + len(inner) if inner else after)
-    return JsonCalls(context, after - marker.endswith("["), is_bare=not marker)
+            return JsonCallScanner(context, after)
+        return NamedJsonCallScanner(context, position + len(inner) if inner else after)
+    return JsonCallScanner(context, after - marker.endswith("["), is_bare=not marker)
