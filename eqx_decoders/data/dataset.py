@@ -1,7 +1,8 @@
-"""Dataset of a run from its `DataConfig`: tokenizer, tokens, and the `Batches` for training and evaluation.
+"""Make the dataset of a run from `DataConfig`: tokenizer, tokens, and the `Batches` for training and evaluation.
 
-The tokens are in a cache that all runs share (`DataConfig.cache_dir`). A run's `folder` has a manifest for each corpus:
-in the folder itself, for a mixture in `train/<source>`, and for held-out data with separate paths in `held_out/<name>`.
+The tokens are in a cache that all runs share (`DataConfig.cache_dir`). The `folder` of a run contains a manifest of
+each corpus: in the folder itself, in `train/<source>` for each source of a mixture, and in `held_out/<name>` for each
+held-out set with separate paths.
 """
 
 import weakref
@@ -26,31 +27,32 @@ from eqx_decoders.io.text.chat_template import ChatTemplate, read_chat_template
 from eqx_decoders.io.text.tokenizer import Tokenizer, load_tokenizer, train_bpe, with_special_tokens_as_text
 
 
-# Stores that `open_tokens` has opened in this process and that are still in use, by all arguments.
-_in_use: weakref.WeakValueDictionary[tuple[Any, ...], TokenStore] = weakref.WeakValueDictionary()
+# Stores that `open_tokens` has opened in this process and that are still in use. The key contains all arguments.
+_open_stores: weakref.WeakValueDictionary[tuple[Any, ...], TokenStore] = weakref.WeakValueDictionary()
 
 
 def training_texts(config: DataConfig, *, max_bytes: int = 1 << 28) -> Iterator[str]:
-    """Yield the texts of the first `max_bytes` of the training documents, without held-out documents, for `train_bpe`.
+    """Yield texts of training documents, up to `max_bytes` in total, on which `train_bpe` trains a tokenizer.
 
-    Each source of a mixture contributes according to its weight.
+    The share of each source of a mixture is proportional to its weight.
     """
     mixture = find_mixture(config.path)
     total = sum(source.weight for source in mixture)
     for source in mixture:
-        yield from _texts_of(config, source.path, int(max_bytes * source.weight / total))
+        yield from _training_texts_of(config, source.path, int(max_bytes * source.weight / total))
     if not mixture:
-        yield from _texts_of(config, config.path, max_bytes)
+        yield from _training_texts_of(config, config.path, max_bytes)
 
 
-def _texts_of(config: DataConfig, path: Paths, max_bytes: int) -> Iterator[str]:
+def _training_texts_of(config: DataConfig, path: Paths, max_bytes: int) -> Iterator[str]:
     fraction = 0.0 if config.held_out_path else config.held_out_fraction
     template = None if config.chat_template is None else read_chat_template(config.chat_template)
 
     def documents() -> Iterator[Document]:
         return render_documents(read_documents(path, text_field=config.text_field), template)
 
-    is_held_out, size = held_out_rule(documents(), fraction), 0
+    is_held_out = held_out_rule(documents(), fraction)
+    size = 0
     for document in documents():
         if is_held_out(document):
             continue
@@ -62,14 +64,17 @@ def _texts_of(config: DataConfig, path: Paths, max_bytes: int) -> Iterator[str]:
 
 
 def prepare_tokenizer(folder: Path, spec: str, config: DataConfig, vocab_size: int) -> Tokenizer:
-    """Load the tokenizer in `folder`. If it is missing, load or train the tokenizer `spec`, and write it there.
+    """Load the tokenizer in `folder`. If the folder is missing, load or train a tokenizer and save it in `folder`.
 
-    `spec` is "bpe" (trained on the training texts, with at most `vocab_size` ids) or an argument of `load_tokenizer`.
+    **Arguments:**
+
+    - `spec`: "bpe" trains a tokenizer on the training texts; any other value is an argument of `load_tokenizer`.
+    - `vocab_size`: maximum vocabulary size of a trained tokenizer.
     """
     if folder.exists():
         return load_tokenizer(folder)
     if spec == "bpe":
-        with StatusLine("training the tokenizer", remains="nothing of it is kept") as status:
+        with StatusLine("training the tokenizer", remains="the tokenizer was not saved") as status:
             tokenizer = train_bpe(status.counted(training_texts(config)), vocab_size)
     else:
         tokenizer = load_tokenizer(spec)
@@ -78,22 +83,30 @@ def prepare_tokenizer(folder: Path, spec: str, config: DataConfig, vocab_size: i
     return tokenizer
 
 
-def written_by(config: DataConfig, template: ChatTemplate | None, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the template that renders conversations, with or without special tokens in messages as `config` says."""
+def with_special_token_setting(
+    config: DataConfig, template: ChatTemplate | None, tokenizer: Tokenizer
+) -> ChatTemplate | None:
+    """Apply `DataConfig.special_tokens_in_content` to a chat template.
+
+    If the setting is False, the returned template renders names of special tokens in messages as plain text.
+    """
     return template if config.special_tokens_in_content else with_special_tokens_as_text(template, tokenizer)
 
 
 def token_folders(config: DataConfig, folder: str | Path) -> Mapping[str, Path]:
-    """Return the folder with the manifest of each source of a mixture by name; `{"": folder}` without a mixture."""
+    """Return the folder of the manifest of each source of a mixture by name; `{"": folder}` without a mixture."""
     names = [source.name for source in find_mixture(config.path)]
     return {name: Path(folder) / "train" / name for name in names} or {"": Path(folder)}
 
 
 def held_out_folders(config: DataConfig, folder: str | Path) -> Mapping[str, Path]:
-    """Return the folder with the manifest of each held-out set: the source's folder, unless the set has own paths."""
+    """Return the folder of the manifest of each held-out set by name.
+
+    A set without separate paths has the folder of the training source.
+    """
     if not config.evaluates:
         return {}
-    folders = {name: Path(folder) / "held_out" / (name or "all") for name in _own_sets(config)}
+    folders = {name: Path(folder) / "held_out" / (name or "all") for name in _separate_sets(config)}
     return folders or token_folders(config, folder)
 
 
@@ -105,20 +118,25 @@ def open_tokens(
     template: ChatTemplate | None = None,
     media: MediaReader | None = None,
     max_documents: int | None = None,
-    may_be_in_use: bool = False,
+    reuse_open: bool = False,
 ) -> Mapping[str, TokenStore]:
-    """Open the tokens of each source by its name, and tokenize what the cache lacks (see `open_store`).
+    """Return the token store of each source of the training data by name (see `open_store`).
 
-    max_documents: open only the first documents, whose tokens are written into the folders (see `open_sample`).
-    may_be_in_use: reuse stores that this process has open, without checking their sources again.
+    **Arguments:**
+
+    - `folder`: folder of the manifests, in the run's directory.
+    - `template`: chat template that renders conversations.
+    - `media`: reader of images, videos and audio.
+    - `max_documents`: open only the first documents, for a preview (see `open_sample`); None: all documents.
+    - `reuse_open`: reuse stores that are open in this process, without checking the sources again.
     """
-    template = written_by(config, template, tokenizer)
+    template = with_special_token_setting(config, template, tokenizer)
     mixture = find_mixture(config.path)
     paths: dict[str, Paths] = {source.name: source.path for source in mixture} or {"": config.path}
-    has_own_sets = bool(_own_sets(config))
+    has_separate_sets = bool(_separate_sets(config))
     options: dict[str, Any] = {
-        "held_out_path": None if has_own_sets else config.held_out_path,
-        "held_out_fraction": 0.0 if has_own_sets else config.held_out_fraction,
+        "held_out_path": None if has_separate_sets else config.held_out_path,
+        "held_out_fraction": 0.0 if has_separate_sets else config.held_out_fraction,
         "text_field": config.text_field,
         "template": template,
         "media": media,
@@ -135,14 +153,14 @@ def open_tokens(
         hashes = tokenizer.content_hash, None if template is None else template.content_hash
         plain = {**options, "template": hashes, "path": path, "folder": folders[name].absolute()}
         key = tuple(plain.items())
-        store = _in_use.get(key) if may_be_in_use else None
+        store = _open_stores.get(key) if reuse_open else None
         stores[name] = open_store(folders[name], tokenizer, path=path, **options) if store is None else store
-        _in_use[key] = stores[name]
+        _open_stores[key] = stores[name]
     return stores
 
 
-def _own_sets(config: DataConfig) -> Mapping[str, Paths]:
-    """Return the paths of the held-out sets that are separate corpora: sets with names, and sets of a mixture."""
+def _separate_sets(config: DataConfig) -> Mapping[str, Paths]:
+    """Return the paths of held-out sets with separate manifests: named sets, and the held-out set of a mixture."""
     sets = find_sets(config.held_out_path)
     if sets or config.held_out_path is None or not find_mixture(config.path):
         return sets
@@ -160,18 +178,23 @@ def make_dataset(
     media: tuple[HasMedia, MediaReader] | None = None,
     groups: int = 1,
 ) -> Batches:
-    """Return the batches of a split, `[batch_size, seq_len]`, or only their rows `rows`, `[len(rows), seq_len]`.
+    """Return an iterator over the batches of a split, with arrays `[len(rows), seq_len]`.
 
-    In a run of several processes, `rows` of each process are `host_rows(layout, batch_size)`. "train" never ends, and
-    has another order in each epoch. "held_out" is one pass, and its last batch is padded. The corpus is tokenized once,
-    in `DataConfig.cache_dir`, and mapped into memory. `folder`, in the run's directory, contains the manifest (see
-    `open_store`).
+    The corpus is tokenized once, to `DataConfig.cache_dir`, and memory-mapped.
 
-    template: renders conversations. media: configuration of a model and reader of images, videos and audio, which add
-    the documents' files to batches, in `groups` of rows.
+    **Arguments:**
 
-    Raises ConfigError for rows that a batch does not have or for several held-out sets, DataError if the data cannot be
-    read or have changed, or if the split is empty.
+    - `folder`: folder of the manifest, in the run's directory (see `open_store`).
+    - `split`: "train" never ends, and is shuffled again in each epoch. "held_out" makes one pass, and the last batch is
+      padded.
+    - `rows`: indices of the rows of each batch to make; None: all rows. In a run of several processes, each process
+      passes `host_rows(layout, batch_size)`.
+    - `template`: chat template that renders conversations.
+    - `media`: configuration of the model and reader of images, videos and audio; None: batches without media.
+    - `groups`: number of groups of rows in `Batch.media`.
+
+    Raises ConfigError if `rows` is not a valid selection of rows, or if there are several held-out sets. Raises
+    DataError if the data cannot be read, have changed, or if the split is empty.
     """
     check_option("split", split, SPLITS)
     rows = _checked_rows(config, rows)
@@ -181,9 +204,9 @@ def make_dataset(
         )
         check(
             len(sets) > 0,
-            "no data is held out, because DataConfig.held_out_fraction=0 and held_out_path=None: set one of them.",
+            "there is no held-out data: DataConfig.held_out_fraction=0 and held_out_path=None. Set one of them.",
         )
-        check(len(sets) == 1, f"there are several held-out sets, {', '.join(sets)}: use make_held_out_sets.")
+        check(len(sets) == 1, f"there are several held-out sets, {', '.join(sets)}. Use make_held_out_sets.")
         return next(iter(sets.values()))
     folders = token_folders(config, folder)
     stores = open_tokens(config, tokenizer, folder, template=template, media=_reader(media))
@@ -202,22 +225,23 @@ def make_held_out_sets(
     media: tuple[HasMedia, MediaReader] | None = None,
     groups: int = 1,
 ) -> dict[str, Batches]:
-    """Return the batches of each held-out set by name; a set without a name is "". See `make_dataset`.
+    """Return the batches of each held-out set by name. The name of an unnamed set is "".
 
-    They share the tokens that `make_dataset` has opened in this process for the same `folder`.
+    Tokens that `make_dataset` has opened in this process for the same `folder` are shared. See `make_dataset` for the
+    arguments.
     """
     rows = _checked_rows(config, rows)
     if not config.evaluates:
         return {}
-    sets, folders = _own_sets(config), held_out_folders(config, folder)
+    sets, folders = _separate_sets(config), held_out_folders(config, folder)
     if sets:
-        template = written_by(config, template, tokenizer)
+        template = with_special_token_setting(config, template, tokenizer)
         options: dict[str, Any] = {"text_field": config.text_field, "template": template, "held_out_fraction": 1.0}
         options |= {"cache_dir": config.cache_dir, "media": _reader(media)}
         options["special_tokens_in_text"] = config.special_tokens_in_text
         stores = {name: open_store(folders[name], tokenizer, path=paths, **options) for name, paths in sets.items()}
     else:
-        stores = open_tokens(config, tokenizer, folder, template=template, media=_reader(media), may_be_in_use=True)
+        stores = open_tokens(config, tokenizer, folder, template=template, media=_reader(media), reuse_open=True)
     parts = [Corpus(name, store, held_out=True, folder=folders[name]) for name, store in stores.items()]
     return {part.name: _batches(config, [part], "held_out", rows, media=media, groups=groups) for part in parts}
 

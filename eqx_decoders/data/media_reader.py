@@ -13,12 +13,12 @@ MaskedTokens = tuple[np.ndarray, np.ndarray]  # tokens, and a mask of the target
 
 @runtime_checkable
 class MediaReader(Protocol):
-    """Reader of the files that documents refer to. It also writes their placeholders into texts and tokens.
+    """Read the images, videos and audio that documents refer to, and expand their placeholders in texts and tokens.
 
     **Attributes:**
 
-    - `token`: placeholder token of images.
-    - `reads_files`: True if references are paths.
+    - `token`: id of the placeholder token of images.
+    - `reads_files`: whether references are paths of files.
     """
 
     @property
@@ -30,26 +30,26 @@ class MediaReader(Protocol):
     def locate(self, references: Sequence[str], folder: Path | None, where: str) -> tuple[str, ...]:
         """Return references with absolute paths. Relative paths start at `folder`.
 
-        Raises DataError, beginning with `where`, for relative paths without a folder.
+        Raises DataError if a path is relative and `folder` is None. `where`: location of the document.
         """
         ...
 
     def expand_text(
         self, text: str, spans: Sequence[Span], references: Sequence[str], where: str
     ) -> tuple[str, tuple[Span, ...]]:
-        """Replace each placeholder in a text by the text that the family writes for its file, and adjust the spans."""
+        """Replace each placeholder in a text by the processor's text for the file; return the text and moved spans."""
         ...
 
     def expand_tokens(self, tokens: MaskedTokens, references: Sequence[str], where: str) -> MaskedTokens:
-        """Return the tokens of that text with the placeholders of its files, which are not targets."""
+        """Expand the placeholders in the tokens of such a text, and exclude the placeholders from the targets."""
         ...
 
     def with_digests(self, references: Sequence[str]) -> tuple[str, ...]:
-        """Add digests of the files to the references, so that `arrays` recognizes files that have changed."""
+        """Add hashes of the files to the references, so that `arrays` detects files that have changed."""
         ...
 
     def arrays(self, references: Sequence[str]) -> dict[str, Any]:
-        """Read files; return arguments of `Media.create`. Raises DataError for unreadable or changed files."""
+        """Read files; return arguments of `Media.create`. Raises DataError if a file is unreadable or has changed."""
         ...
 
     def pixels(self, name: str) -> np.ndarray | None:
@@ -57,9 +57,9 @@ class MediaReader(Protocol):
         ...
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object from which `reader_from_json` makes an equal reader."""
+        """Return a JSON object from which `reader_from_json` creates an equal reader."""
         ...
 
     def digest(self) -> str:
-        """Return a hash, which is equal for readers that give documents the same placeholders."""
+        """Return a hash of everything that determines the placeholders in texts and tokens."""
         ...

@@ -1,4 +1,4 @@
-"""Signals: numbers for each token that an objective reads, such as weights, advantages and log-probs."""
+"""Per-token inputs of training objectives, such as loss weights, advantages and log-probs."""
 
 import equinox as eqx
 from jaxtyping import Float, Integer
@@ -8,30 +8,32 @@ from eqx_decoders.sharding.axes import AnyArray
 
 
 class Signals(eqx.Module):
-    """Numbers for the tokens of a `Batch`, each at the index of its token. None: not used.
+    """Per-token inputs of an objective, aligned with `Batch.tokens`. None: the objective does not use the field.
 
-    They are computed on the host, over the complete batch of an optimizer step; the compiled step only forms sums. So
-    the loss does not depend on microbatches, packing and mesh. Values at tokens of weight 0 are ignored, also NaN.
+    The values are computed on the host from the complete batch of an optimizer step; the compiled step only computes
+    sums. So the loss does not depend on microbatches, packing or mesh. Values at tokens of weight 0 are ignored, even
+    if they are NaN.
 
     **Arguments:**
 
-    - `policy`: weight of a token in the objective's policy loss (`token_weights`). The sum over the batch is the loss;
-        it is not divided again.
+    - `policy`: weight of a token in the policy loss of the objective (`token_weights`). The loss is the weighted sum
+        over the batch, without a further division.
     - `nll`: weight of `-log p` of a token.
     - `divergence`: weight of the divergence from a reference or a teacher at a token.
     - `advantages`: advantage of the token; for KTO, 1 for desirable and -1 for undesirable completions.
-    - `old`: log-probs of the trainer's weights at sampling time.
-    - `sampler`: log-probs of the distribution that the token was sampled from.
+    - `old`: log-probs under the trainer's weights at sampling time.
+    - `sampler`: log-probs under the distribution from which the token was sampled.
     - `reference`: log-probs under the reference model.
     - `teacher`: log-probs under a teacher.
-    - `values`: the critic's value before the token, at sampling time.
-    - `returns`: return from the token on, which the critic learns.
-    - `baseline`: a number taken off: KTO's estimate of the divergence, the margin of a reward model's pair.
-    - `completion_ids`: number of the token's completion in its row, 1, 2, ...; 0 for tokens of prompts and tools, and
-        for padding. Completions 2k - 1 and 2k are the chosen and the rejected completion of a pair.
-    - `top_ids`, `top_log_probs`: a teacher's likeliest tokens and their log-probs.
-    - `experts`: the experts that the token is sent to in each layer that has any, in place of the best ones of its
-        router (routing replay); -1 for tokens whose router chooses. Only log-probs of targets read it.
+    - `values`: value estimate of the critic before the token, at sampling time.
+    - `returns`: return from the token on; the regression target of the critic.
+    - `baseline`: number that is subtracted: KTO's estimate of the divergence, or the margin of a pair in the loss of a
+        reward model.
+    - `completion_ids`: number of the token's completion in the row, from 1; 0 for tokens of prompts and tools, and for
+        padding. Completions 2k - 1 and 2k are the chosen and the rejected completion of a pair.
+    - `top_ids`, `top_log_probs`: the most likely tokens under a teacher, and their log-probs.
+    - `experts`: indices of the experts of each token in each MoE layer, used instead of the router's top-k choice
+        (routing replay); -1: use the router's choice. Only used when log-probs of targets are computed.
     - `max_completions`: maximum number of completions in a row.
     """
 

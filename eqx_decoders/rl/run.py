@@ -16,7 +16,7 @@ from jaxtyping import Array, Float32
 
 from eqx_decoders.context import Execution
 from eqx_decoders.data.batch import Batch
-from eqx_decoders.data.dataset import written_by
+from eqx_decoders.data.dataset import with_special_token_setting
 from eqx_decoders.data.end_of_turn import end_of_turn_ids
 from eqx_decoders.data.prompt_batches import Prompt, PromptBatches, read_prompts, read_tasks
 from eqx_decoders.data.signals import Signals
@@ -77,7 +77,7 @@ def open_on_policy(start: MethodStart) -> OpenedMethod:
 def _open(start: MethodStart, run_class: "type[RLRun]") -> OpenedMethod:
     start.check_text_only()
     config, data, tokenizer, rl = start.config, start.config.data, start.tokenizer, start.config.rl
-    template = written_by(data, start.options["template"], tokenizer)
+    template = with_special_token_setting(data, start.options["template"], tokenizer)
 
     def prompt_batches(path: Any, flag: str, *, held_out: bool = False) -> PromptBatches:
         if rl.environment is None:

@@ -1,4 +1,4 @@
-"""Corpus: a stream of documents, the split into training and held-out documents, and the counts of each split."""
+"""Read the documents of a corpus, split them into training and held-out documents, and count each split."""
 
 import math
 import zlib
@@ -19,13 +19,14 @@ class CorpusStats(NamedTuple):
 
     **Attributes:**
 
-    - `documents`, `tokens`: number of documents, and of their tokens with separators.
-    - `targets`: number of tokens that are targets: all tokens except the first one of each document or, in documents
+    - `documents`: number of documents.
+    - `tokens`: number of tokens, including separators.
+    - `targets`: number of tokens that are targets: all tokens except the first token of each document or, in documents
         with spans, the tokens in the spans.
-    - `bytes`: number of bytes of UTF-8 in the targets. None if some training documents were given as tokens.
-    - `gzip_nats_per_byte`: compression of the held-out text by `gzip -9`, a baseline for the loss.
-    - `gzip_bytes`: number of bytes that were compressed: all held-out text or, in a corpus above a gigabyte, the text
-        in its first gigabyte.
+    - `bytes`: number of UTF-8 bytes of the targets. None if some training documents were read as tokens.
+    - `gzip_nats_per_byte`: compressed size of the held-out text with `gzip -9`, as a baseline for the loss.
+    - `gzip_bytes`: number of bytes that were compressed: all held-out text or, in a corpus of more than a gigabyte, the
+        held-out text in the first gigabyte.
     """
 
     documents: int
@@ -44,33 +45,38 @@ def read_documents(
     flag: str = DATA,
     report: ReadReport | None = None,
 ) -> Iterator[Document]:
-    """Yield all documents at `path` in a fixed order, read lazily (see `find_sources` and `read_source`).
+    """Yield all documents at `path` lazily and in a fixed order (see `find_sources` and `read_source`).
 
-    Raises DataError with file and line for documents that cannot be read.
+    Raises DataError with file and line if a document cannot be read.
     """
     for source in find_sources(path, flag):
         yield from read_source(source, ReadOptions(text_field, tokenizer, report=report))
 
 
 def held_out_rule(documents: Iterable[Document], fraction: float) -> Callable[[Document], bool]:
-    """Return a function that returns whether a document is held out: its split hash is below `fraction`.
+    """Return a function that decides whether a document is held out: whether the split hash is below `fraction`.
 
-    Equal documents are in the same split, so no text is in both. If one split would be empty (with few documents), only
-    the document with the smallest hash is held out. A single document is never held out.
+    Equal documents are in the same split, so the splits have no text in common. If one split would be empty (with few
+    documents), only the document with the smallest hash is held out. A single document is never held out.
     """
     smallest, largest = 1.0, 0.0
-    for split_hash in (document.split_hash() for document in documents) if fraction > 0 else ():
-        smallest, largest = min(smallest, split_hash), max(largest, split_hash)
-        if smallest < fraction <= largest:  # usually after a few documents
-            break
+    if fraction > 0:
+        for document in documents:
+            split_hash = document.split_hash()
+            smallest, largest = min(smallest, split_hash), max(largest, split_hash)
+            if smallest < fraction <= largest:  # usually after a few documents: both splits have documents
+                break
     below, equal = held_out_hashes(fraction, smallest, largest)
     return lambda document: document.split_hash() < below or document.split_hash() == equal
 
 
 def held_out_hashes(fraction: float, smallest: float, largest: float) -> tuple[float, float | None]:
-    """Return `(below, equal)`: documents are held out if their split hash is below the first or equals the second.
+    """Return `(below, equal)`: a document is held out if the split hash is less than `below` or equal to `equal`.
 
-    `smallest` and `largest` are the extreme hashes of the documents. With a fraction of 1 all documents are held out.
+    **Arguments:**
+
+    - `fraction`: share of the documents that is held out; 1: all documents.
+    - `smallest`, `largest`: smallest and largest split hash of all documents.
     """
     if fraction <= 0 or fraction >= 1 or smallest < fraction <= largest:
         return fraction, None
@@ -78,18 +84,19 @@ def held_out_hashes(fraction: float, smallest: float, largest: float) -> tuple[f
 
 
 class Gzip:
-    """Compressor `gzip -9` of a stream of texts that keeps only the compressed size."""
+    """Measure the size of a stream of texts after compression with `gzip -9`."""
 
     def __init__(self):
         self._compressor = zlib.compressobj(9, zlib.DEFLATED, 31)
-        self.read = self._written = 0  # bytes
+        self.read = 0  # bytes of text
+        self._written = 0  # compressed bytes
 
     def add(self, content: bytes) -> None:
-        """Compress the next bytes."""
+        """Compress the next bytes of text."""
         self.read += len(content)
         self._written += len(self._compressor.compress(content))
 
     def nats_per_byte(self) -> float | None:
-        """End the stream and return `8 ln 2 · compressed bytes / bytes`, or None if there were no bytes."""
+        """End the stream; return `8 ln 2 · compressed bytes / bytes`, or None for an empty stream."""
         self._written += len(self._compressor.flush())
         return 8 * math.log(2) * self._written / self.read if self.read else None

@@ -1,9 +1,11 @@
 """On-disk cache of per-token signals (reference log-probs, teacher top-k), keyed by a hash of the tokens.
 
-A segment is a document, or a piece of a document, in a row. Its signals depend on its own tokens only, and not on other
-segments in the row. So they are found by a hash of its tokens, for any packing, batch size and number of processes.
-Each process appends to its own files, `<process>/index.bin` last, and reads the files of all processes. Records that a
-killed process has not finished are truncated.
+A segment is a document, or a piece of a document, in a row. The signals of a segment depend only on the tokens of the
+segment, and not on other segments in the row. So the hash of the tokens identifies the signals for any packing, batch
+size and number of processes.
+
+Each process appends to the files in the folder `<process>`, to `index.bin` last, and reads the files of all processes.
+If a process was killed while it wrote a segment, the incomplete segment is truncated when the process starts again.
 """
 
 import hashlib
@@ -24,7 +26,11 @@ _ENTRY = np.dtype([("hash", "V16"), ("length", "<u8")])
 
 
 class Column(NamedTuple):
-    """Kind of signal. dtype: how it is stored. width: values per token; None: one value, without an extra dimension."""
+    """Format of a signal.
+
+    - `dtype`: dtype of the stored values.
+    - `width`: number of values per token; None: a single value, and the array has no dimension for values.
+    """
 
     dtype: str
     width: int | None = None
@@ -35,89 +41,111 @@ class Column(NamedTuple):
         return np.dtype(self.dtype).itemsize * (self.width or 1)
 
 
+class _Location(NamedTuple):
+    """Location of a segment: the folder of the process that wrote it, the first token, and the number of tokens."""
+
+    folder: Path
+    start: int
+    length: int
+
+
 class SignalCache:
     """Cache of the signals of segments in a directory.
 
     **Arguments:**
 
     - `folder`: the directory, which is created if it does not exist.
-    - `columns`: the kinds of signals.
-    - `made_by`: everything that the signals depend on besides tokens, as JSON.
-    - `process`: index of this process, which appends to the files of that index.
+    - `columns`: format of each signal by name.
+    - `computed_by`: JSON values that describe everything, except the tokens, on which the signals depend.
+    - `process`: index of this process, which determines the folder to which signals are written.
 
-    Raises DataError if the directory contains signals with another `made_by`.
+    Raises DataError if the directory contains signals that were computed with other values of `computed_by`.
     """
 
-    def __init__(self, folder: Path, columns: Mapping[str, Column], made_by: Mapping[str, Any], process: int = 0):
-        self.columns, self._own = dict(columns), folder / str(process)
-        self._places: dict[bytes, tuple[Path, int, int]] = {}  # folder, first token, tokens
-        _check_maker(folder, dict(made_by) | {"columns": {name: list(each) for name, each in columns.items()}})
-        self._own.mkdir(parents=True, exist_ok=True)
-        for part in sorted(path for path in folder.iterdir() if path.is_dir()):
-            end = self._read_index(part)
-            if part == self._own:
-                self._end = end
+    def __init__(self, folder: Path, columns: Mapping[str, Column], computed_by: Mapping[str, Any], process: int = 0):
+        self.columns = dict(columns)
+        self._process_folder = folder / str(process)
+        self._locations: dict[bytes, _Location] = {}  # by hash of the tokens
+        described_columns = {name: list(column) for name, column in columns.items()}
+        _check_computed_by(folder, {**computed_by, "columns": described_columns})
+        self._process_folder.mkdir(parents=True, exist_ok=True)
+        self._num_tokens = 0  # in the files of this process
+        for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+            num_tokens = self._read_index(path)
+            if path == self._process_folder:
+                self._num_tokens = num_tokens
 
     def __len__(self) -> int:
         """Return the number of segments."""
-        return len(self._places)
+        return len(self._locations)
 
     def find(self, tokens: Integer[np.ndarray, "length"]) -> dict[str, Num[np.ndarray, "length *width"]] | None:
         """Return the signals of a segment; None if the cache does not contain them."""
-        place = self._places.get(_hash_of(tokens))
-        if place is None:
+        location = self._locations.get(_hash_of(tokens))
+        if location is None:
             return None
-        part, begin, length = place
-        return {name: _read(part / f"{name}.bin", column, begin, length) for name, column in self.columns.items()}
+        return {
+            name: _read(location.folder / f"{name}.bin", column, location.start, location.length)
+            for name, column in self.columns.items()
+        }
 
     def add(
-        self, tokens: Integer[np.ndarray, "length"], numbers: Mapping[str, Num[np.ndarray, "length *width"]]
+        self, tokens: Integer[np.ndarray, "length"], signals: Mapping[str, Num[np.ndarray, "length *width"]]
     ) -> None:
-        """Store the signals of a segment."""
+        """Store the signals of a segment, unless the cache already contains them."""
         key = _hash_of(tokens)
-        if key in self._places:
+        if key in self._locations:
             return
         for name, column in self.columns.items():
-            with (self._own / f"{name}.bin").open("ab") as file:
-                file.write(np.ascontiguousarray(numbers[name].astype(column.dtype)).tobytes())
-        with (self._own / "index.bin").open("ab") as file:
+            with (self._process_folder / f"{name}.bin").open("ab") as file:
+                file.write(np.ascontiguousarray(signals[name].astype(column.dtype)).tobytes())
+        with (self._process_folder / "index.bin").open("ab") as file:
             file.write(np.array([(key, len(tokens))], _ENTRY).tobytes())
-        self._places[key] = (self._own, self._end, len(tokens))
-        self._end += len(tokens)
+        self._locations[key] = _Location(self._process_folder, self._num_tokens, len(tokens))
+        self._num_tokens += len(tokens)
 
-    def _read_index(self, part: Path) -> int:
-        """Read the complete entries of a process, and truncate own files after them; return the number of tokens."""
-        index = part / "index.bin"
-        entries = np.frombuffer(index.read_bytes()[: _size(index) // 24 * 24] if index.exists() else b"", _ENTRY)
-        complete = min(_size(part / f"{name}.bin") // column.bytes for name, column in self.columns.items())
-        begin = count = 0
+    def _read_index(self, folder: Path) -> int:
+        """Read the index of a process; return the number of tokens in complete segments.
+
+        In the folder of this process, incomplete segments at the end of the files are truncated.
+        """
+        index = folder / "index.bin"
+        content = index.read_bytes() if index.exists() else b""
+        entries = np.frombuffer(content[: len(content) // _ENTRY.itemsize * _ENTRY.itemsize], _ENTRY)
+        stored_tokens = min(_size(folder / f"{name}.bin") // column.bytes for name, column in self.columns.items())
+        num_tokens = num_entries = 0
         for entry in entries:
-            key, length = entry["hash"].tobytes(), int(entry["length"])
-            if begin + length > complete:
+            length = int(entry["length"])
+            if num_tokens + length > stored_tokens:
                 break
-            self._places[key] = (part, begin, length)
-            begin, count = begin + length, count + 1
-        if part == self._own:
-            for path, size in ((index, 24 * count), *self._sizes(part, begin)):
-                if path.exists() and _size(path) > size:
-                    os.truncate(path, size)
-        return begin
-
-    def _sizes(self, part: Path, tokens: int) -> list[tuple[Path, int]]:
-        return [(part / f"{name}.bin", tokens * column.bytes) for name, column in self.columns.items()]
+            self._locations[entry["hash"].tobytes()] = _Location(folder, num_tokens, length)
+            num_tokens += length
+            num_entries += 1
+        if folder == self._process_folder:
+            _truncate(index, num_entries * _ENTRY.itemsize)
+            for name, column in self.columns.items():
+                _truncate(folder / f"{name}.bin", num_tokens * column.bytes)
+        return num_tokens
 
 
-def _check_maker(folder: Path, made_by: Mapping[str, Any]) -> None:
+def _check_computed_by(folder: Path, computed_by: Mapping[str, Any]) -> None:
     """Record how a new directory is computed. Raises DataError if an existing directory was computed differently."""
     file = folder / "made_by.json"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(file, dict(made_by))
+        write_json(file, dict(computed_by))
         return
     before = read_json(file.read_bytes())
-    others = [name for name in made_by if before.get(name) != made_by[name]]
-    changes = "; ".join(f"{name}={before.get(name)!r}, and is now {made_by[name]!r}" for name in others)
-    check(not others, f"{folder} was computed with {changes}. Choose another directory.", DataError)
+    changes = [
+        f"{name}={before.get(name)!r} instead of {value!r}"
+        for name, value in computed_by.items()
+        if before.get(name) != value
+    ]
+    check(
+        not changes,
+        f"the signals in {folder} were computed with {'; '.join(changes)}. Use another directory.",
+        DataError,
+    )
 
 
 def _hash_of(tokens: np.ndarray) -> bytes:
@@ -128,8 +156,14 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _read(path: Path, column: Column, begin: int, length: int) -> np.ndarray:
+def _truncate(path: Path, size: int) -> None:
+    if _size(path) > size:
+        os.truncate(path, size)
+
+
+def _read(path: Path, column: Column, start: int, length: int) -> np.ndarray:
+    """Read the values of `length` tokens from token `start` on, `[length]` or `[length, width]`."""
     with path.open("rb") as file:
-        file.seek(begin * column.bytes)
-        numbers = np.frombuffer(file.read(length * column.bytes), column.dtype)
-    return numbers if column.width is None else numbers.reshape(length, column.width)
+        file.seek(start * column.bytes)
+        values = np.frombuffer(file.read(length * column.bytes), column.dtype)
+    return values if column.width is None else values.reshape(length, column.width)

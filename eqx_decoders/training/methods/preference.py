@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from eqx_decoders.context import Execution
 from eqx_decoders.data.batch import Batch
-from eqx_decoders.data.dataset import written_by
+from eqx_decoders.data.dataset import with_special_token_setting
 from eqx_decoders.data.host_rows import place_read_only
 from eqx_decoders.data.preference_batches import PreferenceBatches, Split
 from eqx_decoders.data.preferences import Preferences, read_labeled_completions, read_pairs
@@ -47,7 +47,7 @@ def preference_data(start: MethodStart) -> tuple[PreferenceBatches, dict[str, Pr
     read = read_labeled_completions
     if config.method != "kto":
         read = functools.partial(read_pairs, margins=config.method == "reward")
-    template = written_by(data, start.options["template"], tokenizer)
+    template = with_special_token_setting(data, start.options["template"], tokenizer)
 
     def preference_batches(path: Any, split: Split, flag: str) -> PreferenceBatches:
         preferences: Preferences = read(path, tokenizer, seq_len=data.seq_len, template=template, flag=flag)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eqx_decoders.data.dataset import open_tokens, token_folders, training_texts, written_by
+from eqx_decoders.data.dataset import open_tokens, token_folders, training_texts, with_special_token_setting
 from eqx_decoders.data.sources.documents import parse_reference
 from eqx_decoders.data.sources.records import MEDIA_FIELDS
 from eqx_decoders.data.store.shards import TokenizationConfig
@@ -47,7 +47,7 @@ def describe_data(settings: TrainConfig, *, color: bool = False) -> str:
     data, reader = open_media(settings.data, config, source)
     run = RunDirectory(dataclasses.replace(settings, data=data))
     tokenizer, template = _load_tokenizer(run, source, config)
-    template = written_by(data, template, tokenizer)
+    template = with_special_token_setting(data, template, tokenizer)
     tokenization = TokenizationConfig(tokenizer, data.text_field, template, reader, data.special_tokens_in_text)
     folders = token_folders(data, run.data_dir).values()
     is_complete = all(is_tokenized(folder, data.cache_dir, tokenization) for folder in folders)
