@@ -1,4 +1,4 @@
-"""Datasets of the package `datasets`: directories written by `save_to_disk`, and streamed datasets of the Hub."""
+"""Read datasets with the package `datasets`: directories of `save_to_disk`, and streamed Hugging Face datasets."""
 
 import json
 import re
@@ -11,31 +11,31 @@ from eqx_decoders.errors import DataError, check, missing_package
 
 
 HUB = "hf://datasets/"
-SPLIT = "train"  # default split
-ROWS = 512  # rows that are read at once
+DEFAULT_SPLIT = "train"
+ROWS_PER_READ = 512
 _FORM = re.compile(
     r"hf://datasets/(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.]+))?"
 )
 
 
 class HubDataset(NamedTuple):
-    """Dataset of the Hub: `hf://datasets/org/name[@revision][/config][:split]`."""
+    """Dataset of the Hugging Face Hub: `hf://datasets/org/name[@revision][/config][:split]`."""
 
     name: str
     revision: str | None = None
     config: str | None = None
-    split: str = SPLIT
+    split: str = DEFAULT_SPLIT
 
     def __str__(self) -> str:
         parts = [HUB, self.name, "@" + self.revision if self.revision else "", "/" + self.config if self.config else ""]
         return "".join(parts) + f":{self.split}"
 
     def with_commit(self) -> "HubDataset":
-        """Return the dataset with the commit of its revision, which is looked up on the Hub. Raises DataError."""
+        """Look up the commit of the revision on the Hub; return the dataset with this commit. Raises DataError."""
         return self._replace(revision=try_again(lambda: _commit(self), str(self)))
 
     def open(self) -> Any:
-        """Open the stream of its rows. Its `num_shards` files can be read separately."""
+        """Open a stream of the rows. The files of the dataset can be read separately, as shards of the stream."""
         return try_again(lambda: _stream(self), str(self))
 
     def rows(self, part: tuple[int, int] | None) -> Iterator[Mapping[str, Any]]:
@@ -49,12 +49,11 @@ class HubDataset(NamedTuple):
 
 
 def hub_dataset(path: str) -> HubDataset | None:
-    """Return the dataset at a path; None for other paths, such as `hf://datasets/org/name/data/train.parquet`."""
+    """Parse a URL of a dataset; return None for other paths, such as `hf://datasets/org/name/data/train.parquet`."""
     match = _FORM.fullmatch(path)
     if match is None:
         return None
-    named = match.groupdict()
-    return HubDataset(named["name"], named["revision"], named["config"], named["split"] or SPLIT)
+    return HubDataset(match["name"], match["revision"], match["config"], match["split"] or DEFAULT_SPLIT)
 
 
 def _commit(dataset: HubDataset) -> str:
@@ -71,9 +70,9 @@ def _stream(dataset: HubDataset) -> Any:
 
 
 def saved_split(folder: Path, flag: str) -> Path | None:
-    """Return the directory with the rows of `save_to_disk`: `folder` or `folder/train`; None for other directories.
+    """Return the directory of a dataset written by `save_to_disk`: `folder`, or `folder/train` if it has splits.
 
-    Raises DataError that lists the splits if there are several without `train`.
+    Returns None for other directories. Raises DataError, with a list of the splits, if there is no split "train".
     """
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return folder
@@ -81,28 +80,28 @@ def saved_split(folder: Path, flag: str) -> Path | None:
         return None
     splits = json.loads((folder / "dataset_dict.json").read_bytes()).get("splits", [])
     check(
-        SPLIT in splits,
-        f"{flag} {str(folder)!r} has the splits {', '.join(splits)}, but not {SPLIT!r}: give the directory of a split, "
-        f"such as {folder / (splits or ['…'])[0]}.",
+        DEFAULT_SPLIT in splits,
+        f"{flag} {str(folder)!r} has the splits {', '.join(splits)}, but not {DEFAULT_SPLIT!r}. Use the directory of a "
+        f"split, such as {folder / (splits or ['…'])[0]}.",
         DataError,
     )
-    return folder / SPLIT
+    return folder / DEFAULT_SPLIT
 
 
 def saved_files(folder: Path) -> list[Path]:
-    """Return the files of a saved dataset in order: rows, and the order of the rows if it is stored separately."""
+    """Return the files of a saved dataset in order: the rows, and the permutation of the rows if there is one."""
     try:
         state = json.loads((folder / "state.json").read_bytes())
         files = [*state["_data_files"], *(state.get("_indices_data_files") or [])]
         return [folder / file["filename"] for file in files]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{folder}/state.json was not written by `save_to_disk` ({error}): save the dataset again."
+            f"{folder}/state.json was not written by `save_to_disk` ({error}). Save the dataset again."
         ) from error
 
 
 def open_saved(folder: Path) -> Any:
-    """Open a dataset that was written by `save_to_disk`. Raises DataError."""
+    """Open a dataset that was written by `save_to_disk`. Raises DataError if it cannot be read."""
     try:
         return _package().load_from_disk(str(folder)).with_format("arrow")
     except (OSError, ValueError) as error:
@@ -111,9 +110,9 @@ def open_saved(folder: Path) -> Any:
 
 def saved_rows(dataset: Any, part: tuple[int, int], columns: list[str]) -> Iterator[Mapping[str, Any]]:
     """Yield the rows `part[0]:part[1]` of a saved dataset."""
-    chosen = dataset.select_columns(columns)
-    for start in range(part[0], part[1], ROWS):
-        yield from chosen[start : min(start + ROWS, part[1])].to_pylist(maps_as_pydicts="strict")
+    selected = dataset.select_columns(columns)
+    for start in range(part[0], part[1], ROWS_PER_READ):
+        yield from selected[start : min(start + ROWS_PER_READ, part[1])].to_pylist(maps_as_pydicts="strict")
 
 
 def _package() -> Any:
