@@ -1,7 +1,7 @@
-"""Files of a corpus as streams: local or remote (`gs://`, `s3://`, `https://`, …, by fsspec), also `.gz` and `.zst`.
+"""Open the files of a corpus as streams: local files, remote files (with fsspec), and compressed files.
 
-A `RemoteFile` has the members of `pathlib.Path` that reading needs (`name`, `stem`, `suffix`, `open`), so that readers
-accept both.
+`RemoteFile` has the attributes of `pathlib.Path` that readers use (`name`, `stem`, `suffix`, `open`), so that readers
+accept local and remote files.
 """
 
 import contextlib
@@ -24,29 +24,38 @@ from eqx_decoders.errors import DataError, EqxDecodersError, check, missing_pack
 
 COMPRESSED = (".gz", ".zst")
 MAX_WINDOW_LOG = 31  # `zstd --long=31` uses windows of 2 GB; the default limit of the decoder is 128 MB
-PAUSES = (0.5, 2.0, 8.0)  # seconds before each retry
-BUFFER = 1 << 20
-WITHOUT_LISTS = ("http", "https")  # servers that do not list their files
+RETRY_DELAYS = (0.5, 2.0, 8.0)  # seconds before each retry
+BUFFER_BYTES = 1 << 20
+SCHEMES_WITHOUT_LISTING = ("http", "https")  # web servers do not list their files
 
-# Names of checksums in the metadata of file systems.
+# Keys of checksums in the metadata of file systems.
 ETAGS = ("ETag", "etag")
 CHECKSUMS = ("md5Hash", "Content-MD5", "crc32c", *ETAGS, "blob_id")
 
-# Errors for which a retry is useless, because the file or the request is wrong.
-_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, NotImplementedError)
-_LASTING += (TypeError, ValueError, AttributeError)
+# Errors after which there is no retry, because the file or the request is wrong.
+_PERMANENT_ERRORS = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    ImportError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+    AttributeError,
+)
 
 T = TypeVar("T")
 
 
 def is_remote(path: str) -> bool:
-    """Return whether a path is the URL of a remote file: `scheme://…`."""
+    """Return whether a path is a URL, `scheme://…`."""
     return "://" in path
 
 
 @dataclasses.dataclass(frozen=True)
 class RemoteFile:
-    """Remote file with its URL."""
+    """A file at a URL that fsspec supports, such as `gs://…`, `s3://…` or `https://…`."""
 
     url: str
 
@@ -67,49 +76,53 @@ class RemoteFile:
 
     @property
     def is_listed(self) -> bool:
-        """False for a file on a server that does not list its files."""
-        return urlsplit(self.url).scheme not in WITHOUT_LISTS
+        """Whether the server can list files. False for web servers."""
+        return urlsplit(self.url).scheme not in SCHEMES_WITHOUT_LISTING
 
     @property
     def size(self) -> int | None:
-        """Number of bytes; None if the server does not send it, or does not support range requests."""
+        """Number of bytes; None if the server does not report the size, or does not support range requests."""
         info = self._info()
         size = info.get("size")
         return int(size) if size is not None and info.get("partial", self.is_listed) else None
 
     @property
     def checksum(self) -> str | None:
-        """Checksum and size of the content from the file system; None if there is no reliable checksum.
+        """Checksum and size of the content, as reported by the file system; None if there is no reliable checksum.
 
-        The ETag of a web server distinguishes versions of one file only, so the URL is added to it.
+        The ETag of a web server distinguishes only versions of the same file. So the URL is added to the ETag.
         """
         info = self._info()
-        known = ((name, str(info[name])) for name in CHECKSUMS if info.get(name))
-        name, value = next(known, ("", "W/"))
-        if value.startswith("W/"):  # a weak ETag: different contents may have the same one
+        name = next((name for name in CHECKSUMS if info.get(name)), None)
+        if name is None:
             return None
-        where = f"{self.url} " if not self.is_listed and name in ETAGS else ""
-        return f"{where}{info.get('size')} {name} {value}"
+        value = str(info[name])
+        if value.startswith("W/"):  # a weak ETag: different contents may have the same weak ETag
+            return None
+        prefix = f"{self.url} " if not self.is_listed and name in ETAGS else ""
+        return f"{prefix}{info.get('size')} {name} {value}"
 
     def open(self, mode: str = "rb") -> io.BufferedReader:
-        """Open the file as a stream, which is seekable where the size is known."""
-        check(mode == "rb", f"mode={mode!r}: remote files can only be opened with 'rb'.")
-        return io.BufferedReader(_RemoteStream(self), BUFFER)
+        """Open the file as a stream. The stream is seekable if the size is known."""
+        check(mode == "rb", f"mode={mode!r} must be 'rb', because remote files cannot be written.")
+        return io.BufferedReader(_RemoteStream(self), BUFFER_BYTES)
 
     def _info(self) -> dict[str, Any]:
         system, path = file_system(self.url)
-        return try_again(lambda: system.info(path), self.url)
+        return retry(lambda: system.info(path), self.url)
 
 
 File = Path | RemoteFile
 
 
 class _RemoteStream(io.RawIOBase):
-    """Stream of a remote file. After an error, it is opened again at the same position."""
+    """Stream of a remote file. After an error, the file is opened again at the same position."""
 
     def __init__(self, file: RemoteFile):
-        self._position, self._handle = 0, None  # first, because `close` is called after an error in the next line
-        self._file, self._size = file, file.size
+        self._position = 0
+        self._handle = None  # before `file.size`, which may raise an error, after which `close` is called
+        self._file = file
+        self._size = file.size
 
     def readable(self) -> bool:
         return True
@@ -127,13 +140,13 @@ class _RemoteStream(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        content = try_again(lambda: self._read(len(buffer)), str(self._file))
+        content = retry(lambda: self._read(len(buffer)), str(self._file))
         buffer[: len(content)] = content
         self._position += len(content)
         return len(content)
 
     def close(self) -> None:
-        self._drop()
+        self._close_handle()
         super().close()
 
     def _read(self, size: int) -> bytes:
@@ -148,23 +161,23 @@ class _RemoteStream(io.RawIOBase):
                 raise ConnectionError(f"the stream ended at byte {self._position} of {self._size}")
             return content
         except Exception:
-            self._drop()
+            self._close_handle()
             raise
 
     def _open(self) -> Any:
         """Open the file. If the server does not support range requests, skip the bytes before the current position."""
         system, path = file_system(self._file.url)
-        whole = self._size is None and not self._file.is_listed
-        handle = system.open(path, "rb", **({"block_size": 0} if whole else {}))
-        left = self._position if self._size is None else 0
-        while left > 0:
-            passed = len(handle.read(min(left, BUFFER)))
-            left -= passed
-            if not passed:
+        is_sequential = self._size is None and not self._file.is_listed
+        handle = system.open(path, "rb", **({"block_size": 0} if is_sequential else {}))
+        to_skip = self._position if self._size is None else 0
+        while to_skip > 0:
+            skipped = len(handle.read(min(to_skip, BUFFER_BYTES)))
+            to_skip -= skipped
+            if not skipped:
                 raise ConnectionError(f"the stream ended before byte {self._position}, which was read earlier")
         return handle
 
-    def _drop(self) -> None:
+    def _close_handle(self) -> None:
         handle, self._handle = self._handle, None
         if handle is not None:
             with contextlib.suppress(Exception):
@@ -172,7 +185,7 @@ class _RemoteStream(io.RawIOBase):
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system for a URL, and the path in it."""
+    """Return the fsspec file system for a URL, and the path in the file system. Raises DataError for other URLs."""
     try:
         import fsspec
     except ImportError as error:
@@ -185,40 +198,46 @@ def file_system(url: str) -> tuple[Any, str]:
     except ValueError as error:
         known = ", ".join(f"{name}://" for name in ("gs", "s3", "https", "hf"))
         raise DataError(
-            f"{url} cannot be opened ({error}): it must be a local path, or start with {known} or another scheme of "
+            f"{url} cannot be opened ({error}). It must be a local path, or start with {known} or another scheme of "
             f"fsspec {fsspec.__version__}."
         ) from error
 
 
 def find_remote(path: str, flag: str) -> tuple[str | None, list[RemoteFile]]:
-    """Return the URL of the directory at `path` (None if it is not a directory), and the files in order.
+    """Find the files at a URL. Returns the URL of the directory (None if it is not a directory), and the files, sorted.
 
-    `path` is the URL of a file or directory, or a glob. Raises DataError for URLs that cannot be read, and for globs on
-    servers that do not list their files.
+    **Arguments:**
+
+    - `path`: URL of a file or directory, or a glob.
+    - `flag`: name of the setting in error messages.
+
+    Raises DataError if the URL cannot be read, and for a glob on a server that cannot list files.
     """
-    system, inside = file_system(path)
-    lists = RemoteFile(path).is_listed
-    pattern = any(letter in inside for letter in "*?[") if lists else "*" in inside
+    system, path_in_system = file_system(path)
+    is_listed = RemoteFile(path).is_listed
+    is_glob = any(letter in path_in_system for letter in "*?[") if is_listed else "*" in path_in_system
     check(
-        lists or not pattern,
-        f"{flag} {path!r} is a glob, but its server does not list files: name each file.",
+        is_listed or not is_glob,
+        f"{flag} {path!r} is a glob, but web servers cannot list files. List the URL of each file.",
         DataError,
     )
-    if pattern:
-        files, folder = try_again(lambda: system.glob(inside), path), None
-    elif lists and try_again(lambda: system.isdir(inside), path):
-        files, folder = try_again(lambda: system.find(inside), path), system.unstrip_protocol(inside).rstrip("/")
+    folder = None
+    if is_glob:
+        files = retry(lambda: system.glob(path_in_system), path)
+    elif is_listed and retry(lambda: system.isdir(path_in_system), path):
+        files = retry(lambda: system.find(path_in_system), path)
+        folder = system.unstrip_protocol(path_in_system).rstrip("/")
     else:
-        exists = not lists or try_again(lambda: system.isfile(inside), path)
+        exists = not is_listed or retry(lambda: system.isfile(path_in_system), path)
         return None, [RemoteFile(path)] if exists else []
     return folder, [RemoteFile(system.unstrip_protocol(file)) for file in sorted(files) if not file.endswith("/")]
 
 
 @contextlib.contextmanager
 def local_copy(file: File, target: Path | None = None) -> Iterator[Path]:
-    """Provide a local copy of a remote file, for readers that need one, and delete the copy afterwards.
+    """Context manager that copies a remote file to a local file, and deletes the copy afterwards.
 
-    target: path of the copy, which another process deletes if this process is killed; None: a temporary file.
+    A local file is not copied. `target`: path of the copy; None: a temporary file.
     """
     if isinstance(file, Path):
         yield file
@@ -228,27 +247,30 @@ def local_copy(file: File, target: Path | None = None) -> Iterator[Path]:
             target = Path(stack.enter_context(tempfile.TemporaryDirectory()), file.name)
         stack.callback(target.unlink, missing_ok=True)
         with file.open() as stream, target.open("wb") as out:
-            shutil.copyfileobj(stream, out, BUFFER)
+            shutil.copyfileobj(stream, out, BUFFER_BYTES)
         yield target
 
 
-def try_again(call: Callable[[], T], what: str) -> T:
-    """Return `call()`. Retries after errors that may be temporary, then raises DataError with the last error."""
-    for pause in (*PAUSES, None):
+def retry(call: Callable[[], T], what: str) -> T:
+    """Return `call()`. Retry after errors that may be temporary.
+
+    Raises DataError with the last error. `what`: name of the file in the error.
+    """
+    for delay in (*RETRY_DELAYS, None):
         try:
             return call()
         except EqxDecodersError:
             raise
-        except _LASTING as error:
+        except _PERMANENT_ERRORS as error:
             raise DataError(f"{what} cannot be read: {type(error).__name__}: {error}.") from error
         except Exception as error:
-            if pause is None:
+            if delay is None:
                 raise DataError(
-                    f"{what} cannot be read after {len(PAUSES) + 1} attempts: {type(error).__name__}: {error}. Start "
-                    "again when it is available."
+                    f"{what} cannot be read after {len(RETRY_DELAYS) + 1} attempts: {type(error).__name__}: {error}. "
+                    "Start again when the server is available."
                 ) from error
-            time.sleep(pause)
-    raise AssertionError("the last try returns or raises")
+            time.sleep(delay)
+    raise AssertionError("the last attempt returns or raises")
 
 
 # --- compressed files -------------------------------------------------------------------------------------------------
@@ -266,33 +288,33 @@ def is_compressed(file: File) -> bool:
 
 @contextlib.contextmanager
 def open_stream(file: File) -> Iterator[Any]:
-    """Open a file as a binary stream, decompressed if needed. Raises DataError for a damaged or incomplete file."""
-    with file.open("rb") as inner:
+    """Open a file as a binary stream, decompressed if necessary. Raises DataError for a damaged or incomplete file."""
+    with file.open("rb") as raw:
         if not is_compressed(file):
-            yield inner
+            yield raw
             return
-        opened, errors = _gzip(inner) if file.suffix.lower() == ".gz" else _zstd(inner)
+        decompressed, errors = _gzip(raw) if file.suffix.lower() == ".gz" else _zstd(raw)
         try:
-            with opened as stream:
+            with decompressed as stream:
                 yield stream
         except errors as error:
-            raise DataError(f"{file} cannot be decompressed: {error}. Download it again.") from error
+            raise DataError(f"{file} cannot be decompressed: {error}. Download the file again.") from error
 
 
-def _gzip(inner: Any) -> tuple[Any, tuple[type[Exception], ...]]:
-    """Return a stream that decompresses gzip, and the errors that it may raise."""
-    return gzip.GzipFile(fileobj=inner), (EOFError, zlib.error, gzip.BadGzipFile)
+def _gzip(raw: Any) -> tuple[Any, tuple[type[Exception], ...]]:
+    """Return a stream that decompresses gzip, and the errors that the stream may raise."""
+    return gzip.GzipFile(fileobj=raw), (EOFError, zlib.error, gzip.BadGzipFile)
 
 
 def zstd_module() -> Any:
-    """Return Python's module `compression.zstd`, or its backport."""
+    """Return the module `compression.zstd` of Python 3.14, or the package `backports.zstd`."""
     try:
         return importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
     except ImportError as error:
         raise missing_package("backports.zstd", "train") from error
 
 
-def _zstd(inner: Any) -> tuple[Any, tuple[type[Exception], ...]]:
+def _zstd(raw: Any) -> tuple[Any, tuple[type[Exception], ...]]:
     zstd = zstd_module()
     options = {zstd.DecompressionParameter.window_log_max: MAX_WINDOW_LOG}
-    return zstd.ZstdFile(inner, "rb", options=options), (EOFError, zstd.ZstdError)
+    return zstd.ZstdFile(raw, "rb", options=options), (EOFError, zstd.ZstdError)

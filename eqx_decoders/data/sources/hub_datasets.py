@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eqx_decoders.data.sources.data_files import try_again
+from eqx_decoders.data.sources.data_files import retry
 from eqx_decoders.errors import DataError, check, missing_package
 
 
@@ -32,11 +32,11 @@ class HubDataset(NamedTuple):
 
     def with_commit(self) -> "HubDataset":
         """Look up the commit of the revision on the Hub; return the dataset with this commit. Raises DataError."""
-        return self._replace(revision=try_again(lambda: _commit(self), str(self)))
+        return self._replace(revision=retry(lambda: _commit(self), str(self)))
 
     def open(self) -> Any:
         """Open a stream of the rows. The files of the dataset can be read separately, as shards of the stream."""
-        return try_again(lambda: _stream(self), str(self))
+        return retry(lambda: _stream(self), str(self))
 
     def rows(self, part: tuple[int, int] | None) -> Iterator[Mapping[str, Any]]:
         """Yield all rows, or the rows of the files `part[0]:part[1]`."""

@@ -204,9 +204,8 @@ def _folders(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[tuple[s
                 continue
             seen.add(real)
             folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skip)
-            waiting += [
-                link for name in folders if (link := Path(folder, name)).is_symlink()
-            ]  # after all folders that are not links
+            # Visit links after all folders that are not links.
+            waiting += [link for name in folders if (link := Path(folder, name)).is_symlink()]
             yield folder, names
 
 

@@ -34,7 +34,7 @@ CONTENT = random.Random(0).randbytes(3_000_000)
 @pytest.fixture
 def memory(monkeypatch):
     """Return fsspec's in-memory file system, which is cleared afterwards."""
-    monkeypatch.setattr(data_files, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(data_files, "RETRY_DELAYS", (0.0, 0.0))
     system = fsspec.filesystem("memory")
     yield system
     system.rm("/", recursive=True)
@@ -111,7 +111,7 @@ class OtherError(Exception):
 @pytest.mark.parametrize("options", [{}, {"kind": OtherError}, {"cut": True}], ids=["lost", "other", "cut"])
 def test_transient_errors_are_retried(file, memory, monkeypatch, options):
     failing(monkeypatch, memory, 5, **options)
-    monkeypatch.setattr(data_files, "BUFFER", 1 << 18)
+    monkeypatch.setattr(data_files, "BUFFER_BYTES", 1 << 18)
     with file.open() as stream:
         assert stream.read(100) + stream.read() == CONTENT
 

@@ -149,7 +149,7 @@ def test_invalid_array_records_are_named(tmp_path, monkeypatch):
 @pytest.fixture
 def memory(monkeypatch):
     fsspec = pytest.importorskip("fsspec")
-    monkeypatch.setattr(data_files, "PAUSES", (0.0,))
+    monkeypatch.setattr(data_files, "RETRY_DELAYS", (0.0,))
     system = fsspec.filesystem("memory")
     yield system
     system.rm("/", recursive=True)
@@ -259,7 +259,7 @@ def hub(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hub_datasets, "_package", lambda: type("package", (), {"load_dataset": staticmethod(load)}))
     monkeypatch.setattr(hub_datasets, "_commit", lambda dataset: dataset.revision or commits[-1])
-    monkeypatch.setattr(data_files, "PAUSES", (0.0,))
+    monkeypatch.setattr(data_files, "RETRY_DELAYS", (0.0,))
     return asked, commits
 
 
@@ -286,7 +286,7 @@ def test_connection_errors_of_the_hub(monkeypatch, tmp_path):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(hub_datasets, "_commit", lost)
-    monkeypatch.setattr(data_files, "PAUSES", (0.0,))
+    monkeypatch.setattr(data_files, "RETRY_DELAYS", (0.0,))
     with refused(DataError, "hf://datasets/o/n:train", "2", "ConnectionError"):
         open_store(tmp_path / "run", BYTES, path="hf://datasets/o/n")
     monkeypatch.setitem(sys.modules, "datasets", None)
