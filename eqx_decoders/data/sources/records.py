@@ -1,16 +1,16 @@
-"""Normal form of raw records (JSON objects, rows of tables), the same for every source and every use.
+"""Normalize records (JSON objects, rows of tables), in the same way for all kinds of sources and all training methods.
 
-A record is read as one of these forms:
+A record has one of these forms:
 
 - a text in the text field;
 - a conversation in `messages`, in `conversations` (ShareGPT) or, as a list, in the text field;
-- a `prompt` alone, with a `completion`, or with `chosen` and `rejected`; each of them is a text or a list of messages;
+- a `prompt`, optionally with a `completion`, or with `chosen` and `rejected`; each is a text or a list of messages;
 - `instruction`, `input` and `output` (Alpaca);
 - `input.messages`, `preferred_output` and `non_preferred_output` (OpenAI).
 
-`normalize_record` converts the last two forms to the other ones. It parses JSON strings, converts columns of lists to
-lists of messages, and unifies the names of roles and keys and the flags that exclude a message from the loss. It raises
-DataError for unsupported keys that change what is learned.
+`normalize_record` converts the last two forms to the other forms. It parses JSON strings, converts columns of lists to
+lists of messages, and unifies the names of roles and keys, and the keys that exclude a message from the loss. It raises
+DataError for keys that are not supported and would change the training targets.
 """
 
 import json
@@ -22,7 +22,7 @@ from eqx_decoders.errors import DataError
 from eqx_decoders.io.text.chat_template import object_arguments
 
 
-# Role names of public datasets, in lower case, and the roles of the normal form.
+# Role names of public datasets, in lower case, and the normalized roles.
 ROLES = {
     **dict.fromkeys(("user", "human", "prompter", "usr"), "user"),
     **dict.fromkeys(("assistant", "gpt", "model", "bot", "ai", "chatgpt", "chatbot", "bard", "bing"), "assistant"),
@@ -32,22 +32,22 @@ ROLES = {
 }
 
 ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value")
-TRAIN = "train"  # key of normalized messages: False if the message is not trained on
+TRAIN = "train"  # key of normalized messages: False if the message is excluded from training
 
-# Keys of messages that say whether the message is trained on: OpenAI, Mistral and Together (weight), axolotl (train,
-# training), ms-swift and XTuner (loss), verl (trainable, loss_mask), torchtune (masked, inverted), slime
-# (step_loss_mask). A weight must be 0 or 1. Messages of all roles may have a weight; other keys may be true only for
-# assistant messages.
+# Keys of messages that include a message in training or exclude it: OpenAI, Mistral and Together (weight), axolotl
+# (train, training), ms-swift and XTuner (loss), verl (trainable, loss_mask), torchtune (masked, which is inverted),
+# slime (step_loss_mask). A weight must be 0 or 1. Messages of all roles may have a weight; other keys may be true only
+# for assistant messages.
 WEIGHTS = ("weight", "loss_scale", "loss_weight")
 TRAIN_FLAGS = (*WEIGHTS, TRAIN, "training", "trainable", "train_on_turn", "loss", "loss_mask", "step_loss_mask")
 INVERTED_FLAGS = ("masked",)
 
-# Keys of messages and records that change what is learned, and that this library does not support.
+# Keys of messages and records that would change the training targets, but are not supported: (key, meaning).
 UNSUPPORTED_MESSAGE_KEYS = {
     "train_detail": "flags for parts of a message",
     "training_detail": "flags for parts of a message",
     "mask": "loss masks, whose polarity is ambiguous,",
-    "audio": "audio answers",
+    "audio": "audio completions",
     "refusal": "refusals outside of the content",
 }
 UNSUPPORTED_RECORD_KEYS = {
@@ -58,7 +58,7 @@ UNSUPPORTED_RECORD_KEYS = {
     "loss_weight": "weights of records",
     "sample_weight": "weights of records",
 }
-# Refused only in conversations and prompts: in records of plain text these may be the names of unrelated columns.
+# Not supported in conversations and prompts. In records of plain text these may be the names of unrelated columns.
 UNSUPPORTED_CHAT_KEYS = {
     "weight": "weights of records",
     "train": "flags of records",
@@ -85,22 +85,27 @@ _PYTHON_ROLE = re.compile(r"'(?:role|from)'\s*:\s*'([^']*)'")
 
 
 def normalize_record(record: Any, where: str, field: str = "text") -> dict[str, Any]:
-    """Return a record in normal form: messages are lists of `{"role", "content", …}`, `tools` a list of objects.
+    """Normalize a record: messages become lists of `{"role", "content", …}`, and `tools` a list of objects.
 
-    Other keys keep their values. Null values are removed from messages and template variables, since tables give every
-    row the keys of all rows. Raises DataError; the message starts with `where`.
+    Other fields are unchanged. Null values are removed from messages and template variables, because every row of a
+    table has the keys of all rows.
 
-    field: name of the text field. Messages in this field are normalized; a text is returned unchanged.
+    **Arguments:**
+
+    - `where`: location of the record, with which error messages start.
+    - `field`: name of the text field. Messages in this field are normalized; a text is unchanged.
+
+    Raises DataError if the record is invalid or not supported.
     """
     if not isinstance(record, Mapping):
-        raise DataError(f"{where} must hold a JSON object, not {type(record).__name__}: write one object per line.")
+        raise DataError(f"{where} must be a JSON object, not {type(record).__name__}. Write one object per line.")
     result = {key: value for key, value in record.items() if value is not None}
     if field in result and field not in MESSAGE_FIELDS:
-        # The field "text" may hold any text, also JSON: it is not parsed.
+        # The field "text" may contain any text, even JSON, and is not parsed.
         result[field] = _texts_or_messages(result[field], field, where, parse=field != "text")
-        if _is_plain_text(result, field):  # no other column is read
+        if _is_plain_text(result, field):  # no other field is read
             check_unicode(result[field], field, where)
-            _refuse_keys(result, where, field)
+            _check_keys(result, where, field)
             return result
     _convert_openai_pair(result, where)
     _convert_sharegpt(result, where, field)
@@ -117,49 +122,49 @@ def normalize_record(record: Any, where: str, field: str = "text") -> dict[str, 
     for name in dict.fromkeys((*MESSAGE_FIELDS, *variables, field)):
         if name in result:
             check_unicode(result[name], name, where)
-    _refuse_keys(result, where, field)
+    _check_keys(result, where, field)
     return result
 
 
 def field_names(record: Mapping[str, Any]) -> list[str]:
-    """Return the names of the fields that are not null. Tables give every row the fields of all rows."""
+    """Return the names of the fields that are not null. (Every row of a table has the fields of all rows.)"""
     return [name for name in record if record[name] is not None]
 
 
 def normalize_prompt(record: Any, where: str) -> dict[str, Any]:
-    """Return a record whose `prompt` is a text, or a list of normalized messages without flags, for generation.
+    """Normalize a record for generation: `prompt` becomes a text or a list of normalized messages.
 
-    The prompt is read from `prompt`, else from the conversation in `messages` or `conversations`, else from Alpaca's
-    `instruction` and `input`. Other columns keep their values: rewards and graders read them. Raises DataError if the
-    record has no prompt.
+    The prompt is read from `prompt`, or from the conversation in `messages` or `conversations`, or from Alpaca's
+    `instruction` and `input`. Other fields are unchanged, because reward functions and graders read them. Raises
+    DataError if the record has no prompt.
     """
     if not isinstance(record, Mapping):
-        raise DataError(f"{where} must hold a JSON object, not {type(record).__name__}: write one object per line.")
+        raise DataError(f"{where} must be a JSON object, not {type(record).__name__}. Write one object per line.")
     sources = (("prompt",), ("messages",), ("conversations",), ("instruction", "input", "history"))
     source = next((names for names in sources if record.get(names[0]) is not None), ())
     names = (*source, "system", "system_prompt", "functions", *VARIABLES)
-    found = normalize_record({name: record[name] for name in names if name in record}, where, "prompt")
-    prompt = found.get("prompt", found.get("messages"))
+    normalized = normalize_record({name: record[name] for name in names if name in record}, where, "prompt")
+    prompt = normalized.get("prompt", normalized.get("messages"))
     if prompt is None:
         names = ", ".join(field_names(record)) or "none"
         raise DataError(
-            f"{where} has no field 'prompt' or 'messages'; its fields: {names}. Rename the column with the question to "
-            "'prompt', or leave the record out if its prompt is null."
+            f"{where} has no field 'prompt' or 'messages'. It has the fields: {names}. Rename the column with the "
+            "question to 'prompt', or remove the record if the prompt is null."
         )
     prompt = split_flags(prompt)[0] if isinstance(prompt, list) else prompt
-    variables = {name: found[name] for name in VARIABLES if name in found}
+    variables = {name: normalized[name] for name in VARIABLES if name in normalized}
     return {**record, **variables, "prompt": prompt}
 
 
 def check_unicode(value: Any, name: str, where: str) -> None:
-    """Raise DataError if a string in a JSON value cannot be encoded as UTF-8 (half of a surrogate pair)."""
+    """Raise DataError if a string in a JSON value contains half of a surrogate pair, which UTF-8 cannot encode."""
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError as error:
             raise DataError(
                 f"{where}: field {name!r} is not valid Unicode: character {error.start} is half of a surrogate pair. "
-                "Write the complete character, or leave the record out."
+                "Write the complete character, or remove the record."
             ) from error
     elif isinstance(value, Mapping):
         for key, member in value.items():
@@ -171,7 +176,7 @@ def check_unicode(value: Any, name: str, where: str) -> None:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a JSON value without the keys whose value is null, at any depth. Null members of lists are kept."""
+    """Remove keys with the value null from a JSON value, at any depth. Null members of lists are not removed."""
     if isinstance(value, list | tuple):
         return [without_nulls(member) for member in value]
     if isinstance(value, Mapping):
@@ -192,19 +197,19 @@ def json_value(value: Any, name: str, where: str) -> Any:
         return {key: json_value(member, f"{name}.{key}", where) for key, member in value.items()}
     if isinstance(value, bytes | bytearray | memoryview):
         raise DataError(
-            f"{where}: {name} holds {len(value)} bytes, but messages must be JSON values. Remove the field, or save "
-            "the bytes to a file and replace the field by the file's name."
+            f"{where}: {name} contains {len(value)} bytes, but messages must be JSON values. Remove the field, or save "
+            "the bytes to a file and replace the field by the name of the file."
         )
     return str(value)
 
 
 def is_chat(record: Mapping[str, Any], field: str = "text") -> bool:
-    """Return whether a normalized record holds messages."""
+    """Return whether a normalized record contains messages."""
     return any(isinstance(record.get(name), list) for name in (*MESSAGE_FIELDS, field))
 
 
 def text_of_parts(content: Any) -> Any:
-    """Join the text parts of a message's content with newlines, as the server does.
+    """Join the text parts of a message's content with newlines, in the same way as the server.
 
     An empty list becomes an empty text. Content that is not a list of text parts is returned unchanged.
     """
@@ -214,7 +219,7 @@ def text_of_parts(content: Any) -> Any:
 
 
 def as_texts(messages: Sequence[Any]) -> list[Any]:
-    """Return messages whose lists of text parts are joined to one text each (see `text_of_parts`)."""
+    """Join the text parts in the content of each message (see `text_of_parts`)."""
     return [
         {**message, "content": text_of_parts(message["content"])} if _has_parts(message) else message
         for message in messages
@@ -233,20 +238,20 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _texts_or_messages(value: Any, name: str, where: str, *, parse: bool) -> Any:
-    """Return a text unchanged, and messages in normal form. If `parse` is set, messages may be a JSON string."""
+    """Return a text unchanged; normalize messages. With `parse=True`, messages may also be a JSON string."""
     if isinstance(value, str):
         messages = _parsed_messages(value, name, where) if parse else None
         if messages is None and name == "messages":
             raise DataError(
                 f"{where}: field {name!r} must be a list of messages, or a JSON string of such a list, not the text "
-                f"{value[:40]!r}. Rename the column, or set --text-field {name} if it holds plain text."
+                f"{value[:40]!r}. Rename the column, or set --text-field {name} if it contains plain text."
             )
         return value if messages is None else normalize_messages(messages, name, where)
     return normalize_messages(value, name, where) if isinstance(value, list | tuple | Mapping) else value
 
 
 def _parsed_messages(text: str, name: str, where: str) -> Any:
-    """Return the messages in a JSON string; None for any other text."""
+    """Parse a JSON string of messages; return None for other texts."""
     if text.lstrip()[:1] not in ("[", "{"):
         return None
     try:
@@ -255,19 +260,19 @@ def _parsed_messages(text: str, name: str, where: str) -> Any:
         roles = _PYTHON_ROLE.findall(text) if _PYTHON_MESSAGES.match(text) else []
         if roles and (name in ("messages", "conversations") or all(map(_is_role, roles))):
             raise DataError(
-                f"{where}: field {name!r} holds the Python repr of messages, {text[:40]!r}, which is not JSON. Write "
-                "the column with json.dumps, or as a list."
+                f"{where}: field {name!r} contains messages in Python's repr format, {text[:40]!r}, which is not JSON. "
+                "Write the column with json.dumps, or as a list."
             ) from None
         return None
     messages = [value] if isinstance(value, dict) else value
-    any_role = name in ("messages", "conversations")  # these fields hold nothing but messages
+    any_role = name in ("messages", "conversations")  # these fields contain only messages
     return messages if messages and all(_is_message(message, any_role) for message in messages) else None
 
 
 def _is_message(value: Any, any_role: bool) -> bool:
     """Return whether a JSON value is a message.
 
-    Unless `any_role` is set, the role must be known: an object with another role may be an answer in JSON.
+    With `any_role=False` the role must be known, because an object with another role may be a completion in JSON.
     """
     if not isinstance(value, Mapping):
         return False
@@ -281,12 +286,12 @@ def _is_role(name: str) -> bool:
 
 
 def normalize_messages(value: Any, name: str, where: str) -> list[Any]:
-    """Return messages in normal form: objects with `role`, `content` and other keys, without null values.
+    """Normalize messages: objects with `role`, `content` and other keys, without null values.
 
-    The key `train` is present only if its value is False.
+    A normalized message has the key `train` only if the message is excluded from training (`train=False`).
 
-    value: a list of messages, a single message, or an object with a list for each key (the form in which `datasets`
-    stores sequences of objects).
+    `value`: a list of messages, a single message, or an object with a list for each key (the form in which the package
+    `datasets` stores lists of objects).
     """
     if isinstance(value, Mapping):
         columns = [key for key in (*ROLE_KEYS, *CONTENT_KEYS) if isinstance(value.get(key), list)]
@@ -302,35 +307,35 @@ def normalize_messages(value: Any, name: str, where: str) -> list[Any]:
     for number, member in enumerate(value):
         message, is_call = _message(member, f"{name}[{number}]", where)
         if is_call and messages and messages[-1].get("role") == "assistant":
-            messages[-1] = _with_calls(messages[-1], message, f"{name}[{number}]", where)
+            messages[-1] = _append_calls(messages[-1], message, f"{name}[{number}]", where)
         else:
             messages.append(message)
     return messages
 
 
-def _with_calls(message: dict[str, Any], calls: dict[str, Any], name: str, where: str) -> dict[str, Any]:
-    """Append the tool calls of a message of the role `function_call` or `tool_call` to the assistant message before it.
+def _append_calls(message: dict[str, Any], calls: dict[str, Any], name: str, where: str) -> dict[str, Any]:
+    """Append the tool calls in a message of the role `function_call` or `tool_call` to the previous assistant message.
 
-    An assistant calls several tools in one turn, also after a text.
+    An assistant message may have a text and several tool calls.
     """
     if message.get(TRAIN) != calls.get(TRAIN):
         raise DataError(
-            f"{where}: {name} is a call of the same turn as the assistant message before it, but only one of them is "
-            "trained on. Give both messages the same weight, train or loss."
+            f"{where}: {name} is a tool call that belongs to the previous assistant message, but only one of the two "
+            "messages is trained on. Set weight, train or loss of both messages to the same value."
         )
     return {**message, "tool_calls": [*message.get("tool_calls", ()), *calls["tool_calls"]]}
 
 
 def _message(value: Any, name: str, where: str) -> tuple[dict[str, Any], bool]:
-    """Return a message in normal form, and whether its role was `function_call` or `tool_call`."""
+    """Normalize a message; return also whether the role was `function_call` or `tool_call`."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = _parse_json(value, name, where)
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: {name}={str(value)[:60]} must be an object with role and content.")
     message = json_value(without_nulls(value), name, where)
-    for ours, theirs in (ROLE_KEYS, CONTENT_KEYS):
-        if theirs in message and ours not in message:
-            message[ours] = message.pop(theirs)
+    for key, other_key in (ROLE_KEYS, CONTENT_KEYS):
+        if other_key in message and key not in message:
+            message[key] = message.pop(other_key)
     _convert_calls(message, name, where)
     if isinstance(message.get("role"), str):
         role = message["role"].strip()
@@ -343,12 +348,12 @@ def _message(value: Any, name: str, where: str) -> tuple[dict[str, Any], bool]:
     if isinstance(message.get("content"), list):
         message["content"] = [_part(part) for part in message["content"]] or ""
     if "tool_calls" in message and "content" not in message:
-        message["content"] = None  # as the OpenAI API returns it
+        message["content"] = None  # as in responses of the OpenAI API
     for key, meaning in UNSUPPORTED_MESSAGE_KEYS.items():
         if message.get(key) or (key == "mask" and key in message):
             raise DataError(
-                f"{where}: {name}.{key}={str(message[key])[:60]}: {meaning} are not supported. Remove the key, or "
-                "leave the record out."
+                f"{where}: {name}.{key}={str(message[key])[:60]}: {meaning} are not supported. Remove the key or "
+                "the record."
             )
         message.pop(key, None)
     _convert_flags(message, name, where)
@@ -360,10 +365,10 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _part(part: Any) -> Any:
-    """Return a content part in normal form.
+    """Normalize a content part.
 
-    Strings, and texts of types such as `input_text`, become parts of the type "text"; OpenAI's `image_url` becomes
-    "image".
+    Strings and text parts of other types, such as `input_text`, become parts of the type "text". OpenAI's `image_url`
+    becomes a part of the type "image".
     """
     if isinstance(part, str):
         return {"type": "text", "text": part}
@@ -379,7 +384,7 @@ def _convert_calls(message: dict[str, Any], name: str, where: str) -> None:
     """Parse JSON strings in `tool_calls`, and convert `function_call` (OpenAI's older format) to `tool_calls`."""
     for key in ("tool_calls", "function_call"):
         value = message.get(key, True)
-        if not value or (isinstance(value, str) and not value.strip()):  # exports of tables write "" for null
+        if not value or (isinstance(value, str) and not value.strip()):  # tables may contain "" instead of null
             del message[key]
     if isinstance(message.get("tool_calls"), str):
         message["tool_calls"] = _parse_json(message["tool_calls"], f"{name}.tool_calls", where)
@@ -387,7 +392,7 @@ def _convert_calls(message: dict[str, Any], name: str, where: str) -> None:
         message["tool_calls"] = [message["tool_calls"]]
     if isinstance(message.get("tool_calls"), list):
         calls = [_parse_json(call, name, where) if isinstance(call, str) else call for call in message["tool_calls"]]
-        message["tool_calls"] = [_with_arguments(_with_function(call, name, where)) for call in calls]
+        message["tool_calls"] = [_with_parsed_arguments(_with_function(call, name, where)) for call in calls]
     if not message.get("tool_calls", True):
         del message["tool_calls"]
     if "function_call" in message:
@@ -398,14 +403,14 @@ def _convert_calls(message: dict[str, Any], name: str, where: str) -> None:
 
 def _call(call: Any, name: str, where: str) -> dict[str, Any]:
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
-        raise DataError(f"{where}: {name}: the call {str(call)[:60]} must be an object with name and arguments.")
-    return _with_arguments({"type": "function", "function": _renamed(call, name, where)})
+        raise DataError(f"{where}: {name}: the tool call {str(call)[:60]} must be an object with name and arguments.")
+    return _with_parsed_arguments({"type": "function", "function": _with_arguments_key(call, name, where)})
 
 
-def _renamed(call: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
-    """Return a tool call with its arguments under the key `arguments`; Llama's calls have `parameters`.
+def _with_arguments_key(call: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
+    """Return a tool call in which the arguments have the key `arguments`. (In Llama's format the key is `parameters`.)
 
-    Raises DataError if the arguments may have another key: the call would be learned without them.
+    Raises DataError if the arguments seem to have another key, because the arguments would not be learned.
     """
     if "arguments" in call:
         return dict(call)
@@ -414,38 +419,39 @@ def _renamed(call: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
     others = [key for key in call if key not in ("name", "id", "type", "index")]
     if others:
         raise DataError(
-            f"{where}: {name}: the call of {call['name']!r} has no arguments, but {', '.join(map(repr, others))}. "
-            "Rename the key of the arguments to 'arguments'."
+            f"{where}: {name}: the call of {call['name']!r} has no key 'arguments', but the keys "
+            f"{', '.join(map(repr, others))}. Rename the key of the arguments to 'arguments'."
         )
     return dict(call)
 
 
 def _with_function(call: Any, name: str, where: str) -> Any:
-    """Return a tool call in which `function` holds the name and the arguments, where many templates look for them."""
+    """Return a tool call with the name and the arguments in `function`, where many chat templates expect them."""
     if not isinstance(call, Mapping):
         return call
     if isinstance(call.get("function"), Mapping) and isinstance(call["function"].get("name"), str):
-        return {**call, "function": _renamed(call["function"], name, where)}
+        return {**call, "function": _with_arguments_key(call["function"], name, where)}
     if "function" in call or not isinstance(call.get("name"), str):
         return call
-    call = _renamed(call, name, where)
+    call = _with_arguments_key(call, name, where)
     function = {key: call[key] for key in ("name", "arguments") if key in call}
     return {"type": "function", **{key: call[key] for key in call if key not in function}, "function": function}
 
 
-def _with_arguments(call: Any) -> Any:
-    """Return a tool call with its arguments as an object, as in the server, if they are the JSON text of an object.
+def _with_parsed_arguments(call: Any) -> Any:
+    """Return a tool call with the arguments parsed, if they are a JSON string of an object. The server does the same.
 
-    OpenAI's format has texts. Many templates convert arguments to JSON, and would write a JSON text encoded twice.
+    In OpenAI's format the arguments are JSON strings. Many chat templates convert the arguments to JSON, and would
+    encode a string twice.
     """
     if not isinstance(call, Mapping):
         return call
     function = call.get("function")
     if isinstance(function, Mapping):
-        # tables have null for the arguments of a tool without parameters
+        # In tables, the arguments of a tool without parameters may be null.
         if function.get("arguments") is None and "parameters" not in (*call, *function):
             function = {**function, "arguments": {}}
-        return {**call, "function": _with_arguments(function)}
+        return {**call, "function": _with_parsed_arguments(function)}
     if not isinstance(call.get("arguments"), str):
         return call
     try:
@@ -456,30 +462,30 @@ def _with_arguments(call: Any) -> Any:
 
 
 def _convert_flags(message: dict[str, Any], name: str, where: str) -> None:
-    """Replace the flags of a message by `train: False` if they exclude it from training, else remove them."""
-    flags: dict[str, bool] = {}
+    """Remove the keys that include or exclude a message; set `train: False` if the message is excluded."""
+    flags: dict[str, bool] = {}  # whether the message is trained on, according to each key
     for key in (*TRAIN_FLAGS, *INVERTED_FLAGS):
         if key in message:
             value = message.pop(key)
             if key in WEIGHTS and isinstance(value, int | float) and value not in (0, 1):
                 raise DataError(
-                    f"{where}: {name}.{key}={value}: per-message loss weights are not supported. Use `weight: 0` to "
-                    "exclude a message."
+                    f"{where}: {name}.{key}={value}: loss weights of messages must be 0 or 1. Use `weight: 0` to "
+                    "exclude a message from training."
                 )
             if not isinstance(value, bool | int | float) or value not in (0, 1):
                 raise DataError(
-                    f"{where}: {name}.{key}={str(value)[:60]} must be 0, 1, true or false: it says whether the "
-                    "message is trained on."
+                    f"{where}: {name}.{key}={str(value)[:60]} must be 0, 1, true or false (whether to train on the "
+                    "message)."
                 )
             flags[key] = bool(value) != (key in INVERTED_FLAGS)
     if len(set(flags.values())) > 1:
-        raise DataError(f"{where}: {name} has flags that contradict each other: {', '.join(flags)}. Keep one of them.")
+        raise DataError(f"{where}: {name} has contradictory keys: {', '.join(flags)}. Remove all keys but one.")
     trained = next(iter(flags.values()), None)
     train_keys = [key for key in flags if key not in (*WEIGHTS, *INVERTED_FLAGS)]
     if trained and train_keys and message.get("role") != "assistant":
         raise DataError(
-            f"{where}: {name}.{train_keys[0]}={trained} marks a message of the role {message.get('role')!r}, but only "
-            "assistant messages are trained on. Remove the flag."
+            f"{where}: {name}.{train_keys[0]}={trained} selects a message of the role {message.get('role')!r}, but "
+            "only assistant messages are trained on. Remove the key."
         )
     if trained is False:
         message[TRAIN] = False
@@ -488,15 +494,15 @@ def _convert_flags(message: dict[str, Any], name: str, where: str) -> None:
 def split_flags(messages: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
     """Return normalized messages without the key `train`, and the indices of excluded assistant messages."""
     excluded = [
-        number
-        for number, message in enumerate(messages)
+        index
+        for index, message in enumerate(messages)
         if isinstance(message, Mapping) and message.get("role") == "assistant" and message.get(TRAIN) is False
     ]
-    plain = [
+    without_flags = [
         {key: value for key, value in message.items() if key != TRAIN} if isinstance(message, Mapping) else message
         for message in messages
     ]
-    return plain, tuple(excluded)
+    return without_flags, tuple(excluded)
 
 
 # --- other formats ----------------------------------------------------------------------------------------------------
@@ -507,7 +513,7 @@ def _convert_sharegpt(record: dict[str, Any], where: str, field: str) -> None:
         value = record["conversations"]
         parsed = _parsed_messages(value, "conversations", where) if isinstance(value, str) else value
         if isinstance(parsed, list | Mapping):
-            if isinstance(parsed, list) and not all(isinstance(each, Mapping | str) for each in parsed):
+            if isinstance(parsed, list) and not all(isinstance(message, Mapping | str) for message in parsed):
                 return
             del record["conversations"]
             record.setdefault("messages", parsed)
@@ -520,7 +526,7 @@ def _convert_alpaca(record: dict[str, Any], where: str, field: str) -> None:
         return
     instruction, context, output = record["instruction"], record.get("input", ""), record.get("output")
     if not isinstance(context, str) or (output is not None and not isinstance(output, str)):
-        raise DataError(f"{where}: fields 'input' and 'output' must be texts, as in Alpaca's records.")
+        raise DataError(f"{where}: fields 'input' and 'output' must be texts, as in the Alpaca dataset.")
     prompt: list[Any] = []
     history = record.pop("history", None) or ()
     if isinstance(history, str):
@@ -529,9 +535,7 @@ def _convert_alpaca(record: dict[str, Any], where: str, field: str) -> None:
         history = [history]
     for pair in history:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise DataError(
-                f"{where}: field 'history' must be a list of pairs, each with an instruction and its answer."
-            )
+            raise DataError(f"{where}: field 'history' must be a list of pairs of an instruction and a response.")
         roles = zip(("user", "assistant"), pair, strict=True)
         prompt += [{"role": role, "content": text} for role, text in roles]
     content = "\n".join(text for text in (instruction, context) if text.strip()) or instruction
@@ -542,17 +546,17 @@ def _convert_alpaca(record: dict[str, Any], where: str, field: str) -> None:
 
 
 def _convert_openai_pair(record: dict[str, Any], where: str) -> None:
-    """Convert OpenAI's preferences: `input.messages`, `preferred_output` and `non_preferred_output`."""
+    """Convert preference pairs in OpenAI's format: `input.messages`, `preferred_output`, `non_preferred_output`."""
     if not all(isinstance(record.get(name), list) for name in OPENAI_PAIRS):
         return
     value = record.get("input")
     if not isinstance(value, Mapping) or "messages" not in value:
-        raise DataError(f"{where}: field 'input' must be an object with 'messages', as in OpenAI's preferences.")
+        raise DataError(f"{where}: field 'input' must be an object with 'messages', as in OpenAI's format.")
     record["prompt"] = value["messages"]
     if value.get("tools"):
         record["tools"] = value["tools"]
-    for name, ours in OPENAI_PAIRS.items():
-        record[ours] = record.pop(name)
+    for openai_name, name in OPENAI_PAIRS.items():
+        record[name] = record.pop(openai_name)
 
 
 def _convert_variables(record: dict[str, Any], where: str) -> None:
@@ -575,7 +579,7 @@ def _convert_variables(record: dict[str, Any], where: str) -> None:
 
 
 def _tool(value: Any) -> Any:
-    """Return the definition of a tool in which `function` holds the name and the parameters, as in the server."""
+    """Return the definition of a tool with the name and the parameters in `function`. The server does the same."""
     if not isinstance(value, Mapping) or "function" in value or not isinstance(value.get("name"), str):
         return value
     if value.get("type", "function") != "function":
@@ -584,14 +588,14 @@ def _tool(value: Any) -> Any:
 
 
 def _convert_files(record: dict[str, Any]) -> None:
-    """Convert `image`, `video` and `audio` (one file, or a list as in LLaVA's records) to `images` and so on."""
+    """Convert the fields `image`, `video` and `audio` (a file or a list) to `images`, `videos` and `audios`."""
     for name, kind in MEDIA_FIELDS.items():
         if record.get(kind, "") != "" and not record.get(name):
             record[name] = _as_list(record.pop(kind))
 
 
 def _add_system(record: dict[str, Any], where: str, field: str) -> None:
-    """Insert the text of the column `system` or `system_prompt` as the first message of each conversation."""
+    """Insert the text of the field `system` or `system_prompt` as the first message of each conversation."""
     if is_chat(record, field) and "system" not in record and "system_prompt" in record:
         record["system"] = record.pop("system_prompt")
     system = text_of_parts(record.get("system"))
@@ -600,7 +604,7 @@ def _add_system(record: dict[str, Any], where: str, field: str) -> None:
     if not is_chat(record, field):
         if isinstance(system, str) and system.strip() and "prompt" in record:
             raise DataError(
-                f"{where}: field 'system' needs a conversation, but 'prompt' is a plain text, for which no chat "
+                f"{where}: field 'system' requires a conversation, but 'prompt' is a plain text, to which no chat "
                 "template is applied. Use 'messages', or write the system message into the prompt."
             )
         return
@@ -627,53 +631,55 @@ def _add_system(record: dict[str, Any], where: str, field: str) -> None:
 
 
 def _conversations(record: Mapping[str, Any], field: str) -> list[str]:
-    """Return the fields whose messages start a conversation; messages in other fields follow a prompt."""
+    """Return the fields with messages that start a conversation. Messages in other fields follow a prompt."""
     names = [name for name in dict.fromkeys((field, "messages", "prompt")) if isinstance(record.get(name), list)]
     prompt = record.get("prompt", record.get("messages"))
-    answers = [name for name in ("completion", "chosen", "rejected") if isinstance(record.get(name), list)]
-    if isinstance(prompt, list):  # answers may repeat the messages of the prompt
-        plain = split_flags(prompt)[0]
-        repeats = [name for name in answers if plain and split_flags(record[name])[0][: len(plain)] == plain]
-        return list(dict.fromkeys([*names, *repeats]))
-    pairs = [name for name in answers if name != "completion"]
-    starts = {
+    completions = [name for name in ("completion", "chosen", "rejected") if isinstance(record.get(name), list)]
+    if isinstance(prompt, list):  # completions may repeat the messages of the prompt
+        plain, _ = split_flags(prompt)
+        repeating = [name for name in completions if plain and split_flags(record[name])[0][: len(plain)] == plain]
+        return list(dict.fromkeys([*names, *repeating]))
+    pairs = [name for name in completions if name != "completion"]
+    first_roles = {
         str(message.get("role")) for name in pairs for message in record[name][:1] if isinstance(message, Mapping)
     }
-    if pairs and "assistant" not in starts:
+    if pairs and "assistant" not in first_roles:
         return [*names, *pairs]
-    return [*names, "prompt"] if isinstance(prompt, str) and answers else names
+    return [*names, "prompt"] if isinstance(prompt, str) and completions else names
 
 
 def _is_plain_text(record: Mapping[str, Any], field: str) -> bool:
-    """Return whether the text field of a record holds a plain text that is not a prompt."""
+    """Return whether the text field of a record contains a plain text that is not a prompt."""
     return field not in MESSAGE_FIELDS and isinstance(record.get(field), str)
 
 
-def _refuse_keys(record: Mapping[str, Any], where: str, field: str) -> None:
+def _check_keys(record: Mapping[str, Any], where: str, field: str) -> None:
+    """Raise DataError if a record has keys that are not supported and would change the training targets."""
     chat, is_plain = is_chat(record, field), _is_plain_text(record, field)
-    refused = UNSUPPORTED_RECORD_KEYS | (UNSUPPORTED_CHAT_KEYS if (chat or "prompt" in record) and not is_plain else {})
-    for key, meaning in refused.items():
+    unsupported = dict(UNSUPPORTED_RECORD_KEYS)
+    if (chat or "prompt" in record) and not is_plain:
+        unsupported |= UNSUPPORTED_CHAT_KEYS
+    for key, meaning in unsupported.items():
         if key in record and not _has_no_effect(key, record[key]):
             raise DataError(
-                f"{where}: {key}={str(record[key])[:60]}: {meaning} are not supported. Remove the field, or leave the "
-                "record out."
+                f"{where}: {key}={str(record[key])[:60]}: {meaning} are not supported. Remove the field or the record."
             )
     if not chat and not is_plain and "prompt" in record and _has_schemas(record.get("tools")):
         raise DataError(
-            f"{where}: field 'tools' needs a conversation, but 'prompt' is a plain text, for which no chat template is "
-            "applied. Use 'messages', or a list of messages as the prompt."
+            f"{where}: field 'tools' requires a conversation, but 'prompt' is a plain text, to which no chat template "
+            "is applied. Use 'messages', or a list of messages as the prompt."
         )
 
 
 def _has_no_effect(key: str, value: Any) -> bool:
-    """Return whether the value of an unsupported key of a record is what this library does anyway."""
-    if key == "mask":  # in NeMo's records the role that is not trained on
+    """Return whether the value of an unsupported key of a record describes the default behavior."""
+    if key == "mask":  # in NeMo's format: the role that is not trained on
         return isinstance(value, str) and ROLES.get(value.strip().lower()) == "user"
     return value is True or value == 1
 
 
 def _has_schemas(tools: Any) -> bool:
-    """Return whether the column `tools` holds tool definitions, and not unrelated data of the same name."""
+    """Return whether the field `tools` contains tool definitions, and not unrelated data with the same name."""
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
