@@ -1,7 +1,8 @@
 """Synthetic images with questions and answers: a small task for training vision-language models.
 
-An image is a pure function of its number. It shows shapes of one kind, color and size, or a digit, at random positions
-on a plain background, with noise. The question asks for the shape, the color, the number of shapes or the digit.
+The number of an image determines the image. It shows shapes of the same kind, color and size, or a digit, at random
+positions on a plain background with noise. The question asks for the shape, the color, the number of shapes, or the
+digit.
 """
 
 import dataclasses
@@ -15,8 +16,8 @@ from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.atomic_files import write_atomically
 
 
-SCHEME = "drawn:"  # prefix of the number of an image, in place of a path
-SIZE = 32  # rows and columns of pixels
+SCHEME = "drawn:"  # references are "drawn:<number>" instead of a path
+SIZE = 32  # height and width in pixels
 COLORS = {
     "red": (0.9, 0.15, 0.15),
     "green": (0.1, 0.75, 0.2),
@@ -38,12 +39,11 @@ DIGITS = (
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticImage:
-    """Image with a question.
+    """An image with a question and its answer.
 
     **Arguments:**
 
-    - `pixels`: red, green and blue from 0 to 1, `[3, SIZE, SIZE]`.
-    - `question`, `answer`: in words.
+    - `pixels`: RGB values from 0 to 1, `[3, SIZE, SIZE]`.
     """
 
     pixels: np.ndarray
@@ -52,10 +52,11 @@ class SyntheticImage:
 
 
 def draw(number: int) -> SyntheticImage:
-    """Return the image with this number."""
+    """Generate the image with this number."""
     generator = np.random.default_rng([7, number])
-    names, darkness = list(COLORS), generator.uniform(0.02, 0.3, 3)
-    pixels = np.broadcast_to(darkness[:, None, None], (3, SIZE, SIZE)).copy()
+    names = list(COLORS)
+    background = generator.uniform(0.02, 0.3, 3)
+    pixels = np.broadcast_to(background[:, None, None], (3, SIZE, SIZE)).copy()
     color, kind = names[generator.integers(len(names))], generator.integers(3)
     if kind == 0:
         digit = int(generator.integers(10))
@@ -79,12 +80,15 @@ def draw(number: int) -> SyntheticImage:
 
 
 def drawn_pixels(references: Sequence[str]) -> np.ndarray:
-    """Return the pixels of images by their references, `[images, 3, SIZE, SIZE]`, from -1 to 1."""
+    """Return the pixels of the images with these references, `[images, 3, SIZE, SIZE]`, from -1 to 1."""
     numbers = []
     for reference in references:
         digits = reference.removeprefix(SCHEME)
-        good = reference.startswith(SCHEME) and digits.isdigit() and len(digits) < 16
-        check(good, f"{reference[:60]!r} must be {SCHEME} followed by a non-negative integer, not a file.", DataError)
+        check(
+            reference.startswith(SCHEME) and digits.isdigit() and len(digits) < 16,
+            f"{reference[:60]!r} must be {SCHEME} followed by a non-negative integer, because the data is synthetic.",
+            DataError,
+        )
         numbers.append(int(digits))
     if not numbers:
         return np.zeros((0, 3, SIZE, SIZE), np.float32)
@@ -92,11 +96,11 @@ def drawn_pixels(references: Sequence[str]) -> np.ndarray:
 
 
 def write_questions(path: Path, count: int) -> Path:
-    """Write a JSONL file with questions about the first `count` images, unless it exists; return its path."""
+    """Write a JSONL file with questions about the first `count` images, unless the file exists; return `path`."""
     if not path.exists():
         records = (
-            {"prompt": f"{drawn.question}\n", "completion": drawn.answer, "images": [f"{SCHEME}{number}"]}
-            for number, drawn in ((number, draw(number)) for number in range(count))
+            {"prompt": f"{image.question}\n", "completion": image.answer, "images": [f"{SCHEME}{number}"]}
+            for number, image in enumerate(map(draw, range(count)))
         )
         write_atomically(path, "".join(f"{json.dumps(record)}\n" for record in records).encode())
     return path
@@ -107,6 +111,7 @@ def _paint(pixels: np.ndarray, mask: np.ndarray, color: tuple[float, float, floa
 
 
 def _digit(digit: int, generator: np.random.Generator) -> np.ndarray:
+    """Return the mask of a digit of random size and position, `[SIZE, SIZE]`."""
     small = np.array([[cell == "1" for cell in row] for row in DIGITS[digit].split()])
     scale = int(generator.integers(2, 4))
     large = np.kron(small, np.ones((scale, scale), bool))
@@ -117,14 +122,14 @@ def _digit(digit: int, generator: np.random.Generator) -> np.ndarray:
 
 
 def _shapes(shape: str, count: int, generator: np.random.Generator) -> list[np.ndarray]:
-    """Return masks of shapes that do not touch."""
+    """Return the masks of shapes at random positions that do not touch, `[SIZE, SIZE]` each."""
     radius = float(generator.uniform(5, 9)) if count == 1 else float(generator.uniform(3, 4.2))
     centers: list[np.ndarray] = []
     while len(centers) < count:
         center = generator.uniform(radius, SIZE - 1 - radius, 2)
         if all(np.abs(center - other).max() > 2 * radius + 1 for other in centers):
             centers.append(center)
-        elif generator.random() < 0.02:  # no space is left: start again
+        elif generator.random() < 0.02:  # there may be no space for another shape: start again
             centers.clear()
     return [_shape(shape, center, radius) for center in centers]
 
