@@ -52,7 +52,7 @@ class Prompts:
 
     - `prompts`: the prompts, each of at most `max_tokens` tokens.
     - `max_tokens`: maximum length of a prompt.
-    - `num_too_long`: number of prompts that were omitted because they are longer than `max_tokens`.
+    - `num_too_long`: number of prompts that were skipped because they are longer than `max_tokens`.
     - `notes`: number of affected prompts by warning.
     """
 
@@ -78,13 +78,13 @@ class Prompts:
         return max(len(prompt.tokens) for prompt in self.prompts)
 
     def describe(self) -> str:
-        """Return a summary with the number of prompts, the number of omitted prompts, and the warnings."""
+        """Return a summary with the number of prompts, the number of skipped prompts, and the warnings."""
         if not self.max_length:
             return quantity(len(self.prompts), "task")
         line = f"{quantity(len(self.prompts), 'prompt')} of up to {quantity(self.max_length, 'token')}"
         if self.num_too_long:
             warning = warning_prefix(self.num_too_long, len(self.prompts))
-            line = f"{warning}{line}; left out: {self.num_too_long:,} of more than {self.max_tokens:,}"
+            line = f"{warning}{line}; skipped {self.num_too_long:,} of more than {self.max_tokens:,} tokens"
         notes = [f"warning: {quantity(count, 'prompt')}: {note}" for note, count in self.notes.items()]
         return "\n".join([line, *notes])
 
@@ -97,7 +97,7 @@ def read_prompts(
     **Arguments:**
 
     - `path`: files, directories or data sets with the records.
-    - `max_tokens`: maximum length of a prompt; longer prompts are omitted and counted.
+    - `max_tokens`: maximum length of a prompt; longer prompts are skipped and counted.
     - `template`: chat template, which is needed only for prompts that consist of messages.
     - `flag`: command-line option named in errors about `path`.
 
