@@ -1,4 +1,4 @@
-"""Batch of sequences: the arrays that one training or evaluation step reads."""
+"""`Batch`: the input arrays of a training or evaluation step."""
 
 import equinox as eqx
 from jaxtyping import Bool, Integer, Num
@@ -16,20 +16,20 @@ class Batch(eqx.Module):
     **Arguments:**
 
     - `tokens`: token ids; 0 for padding.
-    - `segment_ids`: 1, 2, … for the documents in a row, 0 for padding. None: each row is one document.
-    - `positions`: position of each token in its document's piece, counted from 0. None: 0, 1, …
+    - `segment_ids`: 1, 2, … for the packed documents in a row; 0 for padding. None: each row is one document.
+    - `positions`: position of each token in its segment, from 0. None: 0, 1, …
     - `loss_mask`: weight of token `t` as a target, predicted from token `t-1`. None: all tokens have weight 1. The
         first token after padding is never a target, because no token predicts it.
-    - `spans`: index of each token's span; 0 outside of spans. In layers with `AttentionConfig.spans`, the tokens of a
-        span attend to each other in both directions. A token in a span sees the next token, so only the last token of a
-        span should predict a target.
-    - `media`: images and audio of these tokens. Their placeholders are not targets.
-    - `signals`: numbers for each token that an objective reads. None: the loss is next-token cross-entropy.
-    - `contiguous`: promise that no document contains padding or a gap in positions, as in the batches of `Batches`.
-        Ring attention with windows then sends only the keys within the windows, and the selection of key blocks takes
-        fewer bits. Results are wrong if the promise is broken.
+    - `spans`: index of the span of each token; 0 outside of spans. In layers with `AttentionConfig.spans`, the tokens
+        of a span attend to each other in both directions. So only the last token of a span should predict a target: the
+        other tokens attend to the next token.
+    - `media`: images and audio of these tokens. Placeholder tokens are not targets.
+    - `signals`: per-token inputs of an objective. None: the loss is next-token cross-entropy.
+    - `contiguous`: whether no document contains padding or a gap in positions, as in the batches of `Batches`. Then
+        ring attention with windows sends only the keys within the windows, and the selection of key blocks uses fewer
+        bits. Results are wrong if this is True but documents have gaps.
 
-    Ids and positions are converted to int32. Raises ConfigError if they are not integers.
+    Token ids, segment ids, positions and spans are converted to int32. Raises ConfigError if they are not integers.
     """
 
     tokens: Integer[AnyArray, "batch length"]
@@ -47,5 +47,5 @@ class Batch(eqx.Module):
 
     @property
     def inputs(self) -> Inputs:
-        """Inputs of layers other than tokens, positions and documents."""
+        """Additional inputs of layers, besides tokens, positions and segments."""
         return Inputs(spans=self.spans)

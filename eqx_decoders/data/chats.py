@@ -336,10 +336,10 @@ def _check_messages(messages: Sequence[Any], where: str) -> tuple[list[dict[str,
 
 def _generation_blocks(text: Rendered, first: int) -> tuple[Span, ...]:
     """Return the spans of the `{% generation %}` blocks from message `first` on."""
-    begin = 0
+    min_start = 0
     if first > 0:
-        begin = min((start for index, start, _ in text.messages if index >= first), default=len(text.text))
-    return tuple((start, stop) for start, stop in text.generated or () if start >= begin)
+        min_start = min((start for index, start, _ in text.messages if index >= first), default=len(text.text))
+    return tuple((start, stop) for start, stop in text.generated or () if start >= min_start)
 
 
 def _remove_excluded(rendered_chat: _RenderedChat, spans: tuple[Span, ...], where: str) -> tuple[Span, ...]:
@@ -375,7 +375,7 @@ def _traced_spans(
         start, stop = written[0]
         if message == 0:  # text that starts every conversation may precede the header
             start = text.text.find(header, start, stop)
-        overlaps = any(begin < stop and start < end for index, begin, end in text.messages if index != message)
+        overlaps = any(start < end and begin < stop for index, begin, end in text.messages if index != message)
         if start < 0 or overlaps or not text.text.startswith(header, start):
             return None
         spans.append((start + len(header), stop))
@@ -458,7 +458,7 @@ def _span_of_message(
         stop = written[0][1]
     else:  # the text may contain the next message
         return None
-    overlaps = any(begin < stop and start < end for index, begin, end in traced if index != message)
+    overlaps = any(start < end and begin < stop for index, begin, end in traced if index != message)
     return None if overlaps else (start, stop)
 
 

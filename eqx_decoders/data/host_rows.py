@@ -63,29 +63,32 @@ def place(batch: Batch, layout: Layout, rows: int) -> Batch:
     if media is not None:
         check(
             len(media.order) == len(local_rows),
-            f"Batch.media has {len(media.order)} groups, but each of the {len(local_rows)} rows of this process must "
-            f"be a group: Media.create(…, groups={len(local_rows)}).",
+            f"Batch.media has {len(media.order)} groups, but must have a group for each of the {len(local_rows)} rows "
+            f"of this process. Use Media.create(…, groups={len(local_rows)}).",
         )
         media = pad_to_shapes(media, merge_shapes(all_gather_json("images", array_shapes(media))))
 
-    def placed(leaf: np.ndarray, sharding: Any) -> jax.Array:
-        leaf = np.asarray(leaf)
-        factor = len(leaf) // len(local_rows)  # rows of the array per row of the batch
+    def place_array(local: np.ndarray, sharding: Any) -> jax.Array:
+        """Return the global array of which `local` contains this process's rows."""
+        local = np.asarray(local)
+        factor = len(local) // len(local_rows)  # rows of the array per row of the batch
 
-        def part(index: Any) -> np.ndarray:
-            wanted = range(factor * rows)[index[0]]
-            first = bisect.bisect_left(local_rows, wanted.start // factor) * factor + wanted.start % factor
-            return leaf[first : first + len(wanted), *index[1:]]
+        def shard(index: Any) -> np.ndarray:
+            """Return the shard for an index of the global array."""
+            global_rows = range(factor * rows)[index[0]]
+            first = bisect.bisect_left(local_rows, global_rows.start // factor) * factor + global_rows.start % factor
+            return local[first : first + len(global_rows), *index[1:]]
 
-        return jax.make_array_from_callback((factor * rows, *leaf.shape[1:]), sharding, part)
+        return jax.make_array_from_callback((factor * rows, *local.shape[1:]), sharding, shard)
 
-    def placed_media(leaf: np.ndarray) -> jax.Array:
-        return placed(leaf, _row_sharding((len(leaf) // len(local_rows) * rows, *leaf.shape[1:]), layout))
+    def place_media(local: np.ndarray) -> jax.Array:
+        global_shape = (len(local) // len(local_rows) * rows, *local.shape[1:])
+        return place_array(local, _row_sharding(global_shape, layout))
 
-    whole = jax.tree.map(lambda leaf: placed(leaf, sharding), batch)
-    return dataclasses.replace(whole, media=jax.tree.map(placed_media, media))
+    placed = jax.tree.map(lambda local: place_array(local, sharding), batch)
+    return dataclasses.replace(placed, media=jax.tree.map(place_media, media))
 
 
 def _row_sharding(shape: Sequence[int], layout: Layout) -> Any:
-    """Return the sharding of an array of media: along its rows, if the mesh divides them."""
+    """Return the sharding of a media array: sharded along the rows, if the mesh divides the number of rows."""
     return layout.activation_sharding("batch", shape[:1])

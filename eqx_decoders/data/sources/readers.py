@@ -262,12 +262,12 @@ def _parquet_records(source: Source, reading: ReadOptions, part: Part | None) ->
     file = _file(source)
     with _parquet(file, reading.copy) as table:
         columns = reading.used_columns(table.schema_arrow.names, str(file))
-        first, last = part or (0, table.num_row_groups)
-        begin = sum(table.metadata.row_group(group).num_rows for group in range(first))
-        groups = list(range(first, last))
+        first_group, stop_group = part or (0, table.num_row_groups)
+        first_row = sum(table.metadata.row_group(group).num_rows for group in range(first_group))
+        groups = list(range(first_group, stop_group))
         batches = table.iter_batches(batch_size=512, row_groups=groups, columns=columns)  # one row group at a time
         rows = (row for batch in batches for row in batch.to_pylist(maps_as_pydicts="strict"))
-        yield from _with_locations(f"{file}, row", rows, begin)
+        yield from _with_locations(f"{file}, row", rows, first_row)
 
 
 def _parquet_boundaries(file: Location, size: int | None, max_part_bytes: int) -> list[int]:
@@ -358,8 +358,8 @@ def _array_records(source: Source, reading: ReadOptions, part: Part | None) -> I
 
 
 def _read_batches(reader: Any, start: int, stop: int) -> Iterator[bytes]:
-    for begin in range(start, stop, RECORDS_PER_READ):
-        yield from reader.read(range(begin, min(begin + RECORDS_PER_READ, stop)))
+    for first in range(start, stop, RECORDS_PER_READ):
+        yield from reader.read(range(first, min(first + RECORDS_PER_READ, stop)))
 
 
 def _json_or_none(record: bytes) -> Any:

@@ -140,8 +140,8 @@ class Shard:
         """Return the references to the images, videos and audio of a document."""
         if "media" not in self.info.sections:
             return ()
-        begin, end = self._section("media_offsets")[document : document + 2]
-        return tuple(json.loads(self._section("media")[begin:end].tobytes() or b"[]"))
+        start, stop = self._section("media_offsets")[document : document + 2]
+        return tuple(json.loads(self._section("media")[start:stop].tobytes() or b"[]"))
 
     def has_media(self, start: int, stop: int) -> np.ndarray:
         """Return a mask of the documents `start:stop` that have images, videos or audio."""
@@ -164,8 +164,8 @@ class Shard:
         return self._section("targets") if "targets" in self.info.sections else None
 
     def _section(self, name: str) -> np.ndarray:
-        dtype, begin, length = self.info.sections[name]
-        return self._map[begin : begin + length * np.dtype(dtype).itemsize].view(dtype)
+        dtype, start, length = self.info.sections[name]
+        return self._map[start : start + length * np.dtype(dtype).itemsize].view(dtype)
 
 
 def checksum(content: bytes) -> str:
@@ -341,12 +341,12 @@ class _Writer:
         self._encode_batch()
         sections = {"tokens": (self._dtype.str, 0, self._tokens)}
         for name, section in self._sections.items():
-            begin = self._file.seek(0, os.SEEK_END)
-            begin += self._file.write(b"\0" * (-begin % 8))
+            start = self._file.seek(0, os.SEEK_END)
+            start += self._file.write(b"\0" * (-start % 8))
             length = section.tell() // np.dtype(DTYPES[name]).itemsize
             section.seek(0)
             shutil.copyfileobj(section, self._file)
-            sections[name] = (DTYPES[name], begin, length)
+            sections[name] = (DTYPES[name], start, length)
         info = ShardInfo(
             documents=self._documents,
             tokens=self._tokens,
@@ -359,11 +359,12 @@ class _Writer:
             dropped=dict(self._report.dropped),
             notes=dict(self._report.notes),
         )
-        begin, digest = self._file.tell(), None
-        if begin <= MAX_CHECKED:
+        size = self._file.tell()
+        digest = None
+        if size <= MAX_CHECKED:
             self._file.seek(0)
             digest = checksum(self._file.read())
-        description = json.dumps({"begin": begin, "digest": digest, "info": info._asdict()}).encode()
+        description = json.dumps({"begin": size, "digest": digest, "info": info._asdict()}).encode()
         self._file.write(description + FOOTER.pack(len(description), MARKER))
         self._file.flush()
         if digest is None:
