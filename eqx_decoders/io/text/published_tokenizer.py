@@ -31,7 +31,7 @@ _GPT2: dict[str, str | None] = {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_
 _QWEN = {"bos_token": None, "eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT}
 _LLAMA: dict[str, str | None] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
-# Default special tokens of transformers' tokenizer classes, for directories whose files do not name them.
+# Default special tokens of transformers' tokenizer classes; used if the files do not define special tokens.
 CLASS_TOKENS: dict[str, dict[str, str | None]] = {
     "CodeGenTokenizer": dict(_GPT2),
     "CodeLlamaTokenizer": dict(_LLAMA),
@@ -58,7 +58,7 @@ CLASS_TOKENS: dict[str, dict[str, str | None]] = {
     "Qwen3_5Tokenizer": dict(_QWEN),
 }
 
-# Tokenizer classes of model types, for directories whose tokenizer_config.json does not name a class.
+# Tokenizer class of each model type; used if tokenizer_config.json does not define a class.
 _MODEL_TYPES = {
     "CohereTokenizer": "cohere cohere2",
     "GPT2Tokenizer": "gpt2 gpt_neo gptj opt starcoder2 codegen dbrx phi",
@@ -297,7 +297,7 @@ def _add(inner: Any, token: AddedToken) -> None:
 
 
 def _with_ids(inner: Any, added: Mapping[int, AddedToken]) -> Any:
-    """Return a tokenizer whose vocabulary has the added tokens with their ids.
+    """Return a tokenizer with a vocabulary that contains the added tokens with their ids.
 
     A token replaces the piece with the same id (such as `<unused0>`). Tokens whose ids directly follow the vocabulary
     are left to the caller: they get these ids when they are added.

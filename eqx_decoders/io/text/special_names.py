@@ -1,4 +1,4 @@
-"""Names of special tokens in texts: where they occur, and how they stay plain text when a chat template is rendered."""
+"""Names of special tokens in user text: finding the names, and keeping them plain text in rendered chat templates."""
 
 import bisect
 import json
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 
-FIELDS = "messages", "tools", "documents"  # variables of a chat template whose texts come from users
+FIELDS = "messages", "tools", "documents"  # variables of a chat template that contain texts from users
 
 
 class SpecialNames:
-    """Names of special tokens, searched for as tokenizers do: the longest name that starts at a character."""
+    """Search for the names of special tokens. As in tokenizers, the longest name at a position matches."""
 
     def __init__(self, names: Iterable[str]):
         self.names = frozenset(names)
@@ -20,7 +20,7 @@ class SpecialNames:
         self.first_character = re.compile("[" + "".join(sorted({re.escape(name[0]) for name in self.names})) + "]")
 
     def spans(self, text: str, *, partial: bool = False) -> Iterator[tuple[int, int]]:
-        """Yield [start, stop) of each name. With `partial`, also an end of the text that may be the start of a name."""
+        """Yield [start, stop) of each name. `partial`: also a suffix of the text that may start a name."""
         position = 0
         while match := self.first_character.search(text, position):
             start = match.start()
@@ -34,17 +34,17 @@ class SpecialNames:
 
 
 class NameEscaper:
-    """Replacement of the names of special tokens in messages by placeholders, while a chat template is rendered.
+    """Replace the names of special tokens in messages with placeholders before a chat template is rendered.
 
-    A placeholder is a character of Unicode's private use area that occurs in no text of the conversation. The end of a
-    text that may be the start of a name is replaced, too, because the template may write the rest of the name after it.
+    A placeholder is a character of Unicode's private use area that does not occur in the conversation. A suffix of a
+    text that may be the start of a name is also replaced, because the template may write the rest of the name.
     """
 
     def __init__(self, names: Sequence[str]):
         self._names = SpecialNames(names) if names else None
 
     def escape(self, variables: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the variables of a rendering with placeholders, and the name by placeholder."""
+        """Return the template variables with placeholders, and a mapping from placeholders to names."""
         fields = {name: variables[name] for name in FIELDS if variables.get(name)}
         names = self._names
         if names is None or not any(any(names.spans(text, partial=True)) for text in _texts(fields)):
@@ -67,10 +67,10 @@ class NameEscaper:
 
     @staticmethod
     def unescape(text: str, placeholders: Mapping[str, str]) -> tuple[str, list[tuple[int, int]], Callable[[int], int]]:
-        """Return a rendered text with the names in place of the placeholders.
+        """Replace the placeholders in a rendered text with the names of special tokens.
 
-        Also returns [start, stop) of these names, and the function from positions in the rendered text to positions in
-        the returned one.
+        Returns the text, [start, stop) of each name in the text, and a function that maps positions in the rendered
+        text to positions in the returned text.
         """
         # a template that writes JSON of ASCII characters writes a placeholder as \uXXXX
         names = {**placeholders, **{json.dumps(key)[1:-1]: name for key, name in placeholders.items()}}

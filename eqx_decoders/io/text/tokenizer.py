@@ -41,7 +41,7 @@ Span = Sequence[int]  # start and stop of a range of characters
 END_OF_TEXT = "<|endoftext|>"
 MAX_FILE_BYTES = 200_000_000  # the largest published tokenizer.json has about 35 MB
 
-# Common names of bos and eos, for a tokenizer.json whose directory does not name them.
+# Common names of bos and eos; used if the directory of a tokenizer.json does not define these names.
 BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<｜begin▁of▁sentence｜>", END_OF_TEXT)
 EOS_NAMES = ("</s>", "<eos>", "<|end_of_text|>", END_OF_TEXT, "<|im_end|>", "<｜end▁of▁sentence｜>")
 
@@ -69,7 +69,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Tokenizer whose ids 0 to 255 are the bytes of UTF-8, and 256 to 258 are bos, eos and pad. Needs no package."""
+    """Byte tokenizer without dependencies. Ids 0 to 255 are UTF-8 bytes; ids 256 to 258 are bos, eos and pad."""
 
     vocab_size: int = 259
     bos_id: int | None = 256

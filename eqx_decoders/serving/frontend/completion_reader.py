@@ -215,7 +215,7 @@ def create_reader(
     if not output_format.is_harmony and output_format.reasoning is None and not has_calls:
         return None
     parser = output_format.parser(
-        tools, prompt=prompt_text(tokenizer, output_format, prompt), calls=has_calls, must_call=must_call
+        tools, prompt=prompt_text(tokenizer, output_format, prompt), parse_calls=has_calls, must_call=must_call
     )
     read_truncated_call = None
     if must_call and calls is not None:

@@ -175,7 +175,7 @@ def collected(events):
 
 def written(name, calls, form):
     """Return the text of calls, in which the special tokens of the format, but not of arguments, are placeholders."""
-    row = ROWS[name] if form.row is None else form.row
+    row = ROWS[name] if form.tool_format is None else form.tool_format
     return row.write(calls)
 
 

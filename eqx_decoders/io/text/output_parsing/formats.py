@@ -673,7 +673,7 @@ def tool_format_or_default(template: str) -> ToolFormatName:
 
 
 def find_reasoning_format(template: str) -> ReasoningFormat | None:
-    """Return the reasoning format that a chat template selects, or None if the model does not reason."""
+    """Return the reasoning format that a chat template selects; None if the model does not reason."""
     for reasoning in REASONING_FORMATS:
         if not any(text in template for text in reasoning.selectors):
             continue

@@ -1,12 +1,12 @@
-"""Incremental parser of answers: reasoning, content and tool calls.
+"""Incremental parser of model outputs: splits the text into reasoning, content and tool calls.
 
-An answer is split into these parts first. Stop strings, constraints, log-probs and streaming then apply to individual
-parts. The same parser reads complete answers and answers that arrive in pieces, and finds the same parts in both.
+Stop strings, constraints, log-probs and streaming apply to the separate parts of an output. The same parser reads
+complete outputs and streamed outputs. The parts do not depend on how a streamed output is divided into chunks.
 
 Special tokens are recognized by their ids, not by their names. In the text that a parser receives, each special token
 that is a marker of the format is replaced by a placeholder: one character that decoded text never contains (see
-`OutputFormat.placeholders`). If a model writes the name of a special token as ordinary text, it stays ordinary text.
-Markers that are not special tokens of the tokenizer are searched for in the text.
+`OutputFormat.placeholders`). If a model writes the name of a special token as ordinary text, the name stays ordinary
+text. The parser searches the text for markers that are not special tokens of the tokenizer.
 """
 
 import abc
@@ -74,7 +74,7 @@ class MalformedCall:
 
     **Arguments:**
 
-    - `text`: the text, or its next part.
+    - `text`: the text, or the next part of the text.
     - `reason`: why the call cannot be parsed; empty in all events of the same call except the first.
     """
 
@@ -84,11 +84,11 @@ class MalformedCall:
 
 @dataclasses.dataclass(frozen=True)
 class IncompleteCall:
-    """Text of a tool call that is cut off by the end of the answer.
+    """Text of a tool call that is truncated by the end of the output.
 
     **Arguments:**
 
-    - `text`: text of the call. With `tool`, text of its arguments.
+    - `text`: text of the call; if `tool` is not empty, only the text of the arguments.
     - `tool`: name of the tool; empty if the name is part of `text`.
     """
 
@@ -98,8 +98,9 @@ class IncompleteCall:
 
 @dataclasses.dataclass(frozen=True)
 class ContentWasReasoning:
-    """All content and calls before this event belong to the reasoning: the answer has a marker that ends the reasoning,
-    but no marker that starts it.
+    """All content and calls before this event belong to the reasoning.
+
+    The parser returns this event if the output has an end marker of the reasoning without a start marker.
     """
 
 
@@ -107,27 +108,28 @@ Event = Reasoning | Content | Call | MalformedCall | IncompleteCall | ContentWas
 
 
 class OutputParser(abc.ABC):
-    """Parser of one answer: a state machine over a buffer of text that has not been assigned to a part yet.
+    """Parser of one model output: a state machine with a buffer of text that is not assigned to a part yet.
 
     **Arguments:**
 
-    - `output_format`: format of the answer.
-    - `state`: first state.
+    - `output_format`: format of the output.
+    - `state`: initial state.
     """
 
     reasoning_end: int
-    """Position in the text of the answer at which the reasoning ended; 0 if there was no reasoning."""
+    """Position in the output at which the reasoning ended; 0 if there was no reasoning."""
 
     def __init__(self, output_format: "OutputFormat", state: str):
-        self._format, self._state = output_format, state
+        self._format = output_format
+        self._state = state
         self._buffer = ""
-        self._num_taken = 0  # characters of the answer that have left the buffer
+        self._num_taken = 0  # characters of the output that were removed from the buffer
         self.reasoning_end = 0
 
     @property
     @abc.abstractmethod
     def in_reasoning(self) -> bool:
-        """Whether the answer is in its reasoning, where constraints and stop strings do not apply."""
+        """Whether the parser is within the reasoning, where constraints and stop strings do not apply."""
 
     @property
     @abc.abstractmethod
@@ -136,28 +138,29 @@ class OutputParser(abc.ABC):
 
     @property
     def skips_whitespace(self) -> bool:
-        """Whether whitespace are left out here, because the current part has no text yet."""
+        """Whether whitespace is skipped at this position, because the current part has no text yet."""
         return False
 
     @abc.abstractmethod
     def may_reason(self, text: str) -> bool:
-        """Return whether the answer is in its reasoning, or could start its reasoning with `text`."""
+        """Return whether the output is in its reasoning, or `text` may continue the start marker of the reasoning."""
 
     def push(self, text: str) -> list[Event]:
-        """Add text and return the events that further text cannot change."""
+        """Append text to the output and return the events that further text cannot change."""
         self._buffer += text
         return self._run(final=False)
 
     def flush(self) -> list[Event]:
-        """Finish the answer and return the remaining events."""
+        """Finish the output and return the remaining events."""
         return self._run(final=True)
 
     @abc.abstractmethod
     def _steps(self) -> Mapping[str, Callable[..., bool]]:
-        """Return the step of each state.
+        """Return the step function of each state.
 
-        A step `(events, *, final)` appends events to a list. It returns whether to continue with the next step, and
-        False if it needs more text. With `final`, the answer is complete.
+        A step function `(events, *, final)` reads text from the buffer and appends events to the list `events`. The
+        function returns True if the next step can run, and False if more text is needed. `final`: the output is
+        complete.
         """
 
     def _run(self, *, final: bool) -> list[Event]:
@@ -173,9 +176,10 @@ class OutputParser(abc.ABC):
         return text
 
     def _take_until(self, markers: Sequence[str], *, final: bool) -> tuple[str, str]:
-        """Remove the text before the first marker; return this text and the marker.
+        """Remove the text before the first marker from the buffer. Returns the text and the marker.
 
-        Without a marker in the buffer, the marker is empty and text that may be the start of a marker stays buffered.
+        If the buffer contains no marker, the returned marker is empty. Text at the end of the buffer that may be the
+        start of a marker stays in the buffer.
         """
         found = find_first_marker(self._buffer, markers)
         if found is not None:
@@ -191,46 +195,48 @@ class OutputParser(abc.ABC):
 
 
 class OutputFormat:
-    """Format of a model's answers: markers of the reasoning and format of tool calls.
+    """Format of a model's outputs: the markers of the reasoning and the format of tool calls.
 
     **Arguments:**
 
-    - `calls`: format of tool calls; None: tool calls are content.
+    - `format_name`: name of the tool-call format; None: tool calls are content.
     - `reasoning`: markers of the reasoning; None: the model does not reason.
     - `special_names`: names of the tokenizer's special tokens.
     """
 
     def __init__(
-        self, calls: ToolFormatName | None, reasoning: ReasoningFormat | None, special_names: Iterable[str] = ()
+        self, format_name: ToolFormatName | None, reasoning: ReasoningFormat | None, special_names: Iterable[str] = ()
     ):
-        row = None if calls is None else TOOL_CALL_FORMATS_BY_NAME[calls]
-        self.is_harmony = calls == "harmony"
-        markers = [*(row.markers if row is not None else ())]
+        tool_format = None if format_name is None else TOOL_CALL_FORMATS_BY_NAME[format_name]
+        self.is_harmony = format_name == "harmony"
+        markers = [*(tool_format.markers if tool_format is not None else ())]
         if reasoning is not None:
             markers += [reasoning.begin, reasoning.end, *(text for pair in reasoning.wrappers for text in pair)]
         names = sorted({name for name in special_names if name}, key=len, reverse=True)
         used = [name for name in names if any(name in marker for marker in markers)]
-        self.placeholders: dict[str, str] = {name: chr(FIRST_PLACEHOLDER + at) for at, name in enumerate(used)}
-        """Placeholders of the special tokens that are markers, by name."""
-        self.names = {placeholder: name for name, placeholder in self.placeholders.items()}
-        """Names of the special tokens that are markers, by placeholder."""
-        self.row = None if row is None else self._translate_row(row)
+        self.placeholders: dict[str, str] = {name: chr(FIRST_PLACEHOLDER + index) for index, name in enumerate(used)}
+        """Placeholder of each special token that is a marker, by the name of the token."""
+        self.placeholder_names = {placeholder: name for name, placeholder in self.placeholders.items()}
+        """Name of each special token that is a marker, by the placeholder of the token."""
+        self.tool_format = None if tool_format is None else self._translate_tool_format(tool_format)
         self.reasoning = None if reasoning is None else self._translate_reasoning(reasoning)
 
     @classmethod
-    def from_template(cls, source: str, special_names: Iterable[str], calls: ToolFormatName | None) -> "OutputFormat":
-        """Return the format of answers to prompts of a chat template.
+    def from_template(
+        cls, source: str, special_names: Iterable[str], format_name: ToolFormatName | None
+    ) -> "OutputFormat":
+        """Return the format of outputs for prompts that a chat template renders.
 
         **Arguments:**
 
         - `source`: the chat template.
         - `special_names`: names of the tokenizer's special tokens.
-        - `calls`: format of tool calls; None: tool calls are content, except that harmony templates always select the
+        - `format_name`: name of the tool-call format; None: tool calls are content. Harmony templates always select the
             harmony format.
         """
         if find_tool_format(source) == "harmony":
             return cls("harmony", None, special_names)
-        return cls(calls, find_reasoning_format(source), special_names)
+        return cls(format_name, find_reasoning_format(source), special_names)
 
     def translate(self, text: str) -> str:
         """Replace the names of special tokens in a marker with their placeholders."""
@@ -240,42 +246,42 @@ class OutputFormat:
 
     def restore(self, text: str) -> str:
         """Replace placeholders with the names of their special tokens."""
-        return restore_special_names(text, self.names)
+        return restore_special_names(text, self.placeholder_names)
 
     def remove_placeholders(self, text: str) -> str:
         """Remove the placeholders of special tokens from a text."""
-        return restore_special_names(text, dict.fromkeys(self.names, ""))
+        return restore_special_names(text, dict.fromkeys(self.placeholder_names, ""))
 
     def parser(
         self,
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         prompt: str = "",
-        calls: bool = True,
+        parse_calls: bool = True,
         must_call: bool = False,
     ) -> OutputParser:
-        """Create the parser of one answer.
+        """Create the parser of one output.
 
         **Arguments:**
 
         - `tools`: descriptions of the offered tools; empty: any tool may be called.
-        - `prompt`: end of the prompt, with placeholders. It may contain the start or the end of the reasoning.
-        - `calls`: parse tool calls; False: tool calls are content.
-        - `must_call`: the answer must be a tool call, so an incomplete call without a marker is not content.
+        - `prompt`: end of the prompt, with placeholders. The prompt may start or end the reasoning.
+        - `parse_calls`: parse tool calls; False: tool calls are content.
+        - `must_call`: the output must be a tool call, so an incomplete call without a marker is not content.
         """
         if self.is_harmony:
-            return HarmonyParser(self, tools, prompt, calls=calls)
-        return TaggedParser(self, tools, prompt, calls=calls, must_call=must_call)
+            return HarmonyParser(self, tools, prompt, parse_calls=parse_calls)
+        return TaggedParser(self, tools, prompt, parse_calls=parse_calls, must_call=must_call)
 
-    def _translate_row(self, row: ToolCallFormat) -> ToolCallFormat:
+    def _translate_tool_format(self, tool_format: ToolCallFormat) -> ToolCallFormat:
         values: dict[str, Any] = {}
-        for field in dataclasses.fields(row):
-            value = getattr(row, field.name)
+        for field in dataclasses.fields(tool_format):
+            value = getattr(tool_format, field.name)
             if field.name in ("start_markers", "end_markers", "inner_markers"):
                 values[field.name] = tuple(map(self.translate, value))
             elif isinstance(value, str) and field.name not in ("name", "syntax"):
                 values[field.name] = self.translate(value)
-        return dataclasses.replace(row, **values)
+        return dataclasses.replace(tool_format, **values)
 
     def _translate_reasoning(self, reasoning: ReasoningFormat) -> ReasoningFormat:
         wrappers = tuple((self.translate(start), self.translate(end)) for start, end in reasoning.wrappers)
@@ -283,7 +289,7 @@ class OutputFormat:
 
 
 class TaggedParser(OutputParser):
-    """Parser of answers with optional reasoning between markers, followed by content and tool calls.
+    """Parser of outputs with optional reasoning between markers, followed by content and tool calls.
 
     The states are `"start"` (before the reasoning or the content), `"reasoning"`, `"content"`, `"call"`, `"after_call"`
     and `"malformed"` (within a call that cannot be parsed).
@@ -295,36 +301,42 @@ class TaggedParser(OutputParser):
         tools: Sequence[Mapping[str, Any]],
         prompt: str,
         *,
-        calls: bool,
+        parse_calls: bool,
         must_call: bool,
     ):
         super().__init__(output_format, "content")
         self._must_call = must_call
         self._reasoning = output_format.reasoning or NO_REASONING
-        row = output_format.row if calls else None
-        self._context = None if row is None else ScannerContext(row, tools, output_format.names)
-        self._is_xml = row is not None and row.syntax == "xml"
-        self._call_starts = () if row is None else row.start_markers
-        self._call_ends = () if row is None else row.end_markers
-        self._special_ends = [marker for marker in self._call_ends if any(x in output_format.names for x in marker)]
+        tool_format = output_format.tool_format if parse_calls else None
+        self._context = (
+            None if tool_format is None else ScannerContext(tool_format, tools, output_format.placeholder_names)
+        )
+        self._is_xml = tool_format is not None and tool_format.syntax == "xml"
+        self._call_starts = () if tool_format is None else tool_format.start_markers
+        self._call_ends = () if tool_format is None else tool_format.end_markers
+        self._special_token_ends = [
+            marker
+            for marker in self._call_ends
+            if any(character in output_format.placeholder_names for character in marker)
+        ]
         # Arguments may be a code block (DeepSeek V3). Its closing fence does not end a malformed call.
-        is_fenced = row is not None and "```" in row.call_end
+        is_fenced = tool_format is not None and "```" in tool_format.call_end
         self._after_call_markers = (*self._call_ends, "```") if is_fenced else self._call_ends
-        # First character of a call without a marker; empty if calls need a marker.
-        is_list = row is not None and row.section_begin.endswith("[")
-        self._bare_start = "" if row is None or not row.marker_optional else "[" if is_list else "{"
+        # First character of a call without a start marker; empty if calls need a start marker.
+        is_list = tool_format is not None and tool_format.section_begin.endswith("[")
+        self._bare_start = "" if tool_format is None or not tool_format.marker_optional else "[" if is_list else "{"
         self._scanner: CallScanner | None = None
         self._num_returned = 0  # characters at the start of the buffer whose calls have been returned
         self._num_searched = 0  # characters at the start of the buffer without a special token that ends a call
         self._at_start = True  # no content and no call has been returned
-        self._skips_whitespace = False  # leave out whitespace at the start of the current part
-        self._may_be_reasoning = False  # an end marker would turn the content so far into reasoning
+        self._skips_whitespace = False  # skip whitespace at the start of the current part
+        self._may_be_reasoning = False  # an end marker of the reasoning would turn the content so far into reasoning
         self._wrapper_end = ""  # end marker of the wrapper around the content
         if output_format.reasoning is not None:
-            self._start_answer(prompt)
+            self._set_initial_state(prompt)
 
-    def _start_answer(self, prompt: str) -> None:
-        """Set the first state of a model that reasons. The end of the prompt may contain reasoning markers."""
+    def _set_initial_state(self, prompt: str) -> None:
+        """Set the initial state for a model that reasons. The end of the prompt may contain reasoning markers."""
         start, end = self._reasoning.begin, self._reasoning.end
         prompt = prompt.rstrip()
         if prompt.endswith(start):
@@ -387,7 +399,7 @@ class TaggedParser(OutputParser):
                 return False
             self._take(position)
             self._skips_whitespace = False
-        markers = [end, *(marker for marker in self._call_starts if marker[:1] in self._format.names)]
+        markers = [end, *(marker for marker in self._call_starts if marker[:1] in self._format.placeholder_names)]
         found = find_first_marker(self._buffer, markers)
         if found is not None:
             position, marker = found
@@ -411,11 +423,11 @@ class TaggedParser(OutputParser):
         markers = [*self._call_starts]
         if self._may_be_reasoning:
             markers += [self._reasoning.end, self._reasoning.begin]
-        elif self._reasoning.begin[:1] in self._format.names:
+        elif self._reasoning.begin[:1] in self._format.placeholder_names:
             markers.append(self._reasoning.begin)  # a special token: the model reasons again
         for start, end in self._reasoning.wrappers:
-            markers += [start] if self._at_start or start in self._format.names else []
-            markers += [end] if self._wrapper_end == end or end in self._format.names else []
+            markers += [start] if self._at_start or start in self._format.placeholder_names else []
+            markers += [end] if self._wrapper_end == end or end in self._format.placeholder_names else []
         return markers
 
     def _read_content(self, events: list[Event], *, final: bool) -> bool:
@@ -450,7 +462,7 @@ class TaggedParser(OutputParser):
             self._may_be_reasoning, self._at_start, self._skips_whitespace = False, True, True
         elif marker == self._reasoning.begin:
             self._may_be_reasoning = False
-            if marker[:1] in self._format.names:
+            if marker[:1] in self._format.placeholder_names:
                 self._take(len(marker))
                 self._state, self._skips_whitespace = "reasoning", True
             else:  # the content mentions the markers
@@ -485,7 +497,7 @@ class TaggedParser(OutputParser):
                 return False
         result = self._scanner.scan(self._buffer, final=final)
         if result is None or isinstance(result, FoundCalls):
-            result = self._missed_end(result, final=final) or result
+            result = self._unexpected_call_end(result, final=final) or result
         if result is None:
             if final:
                 has_marker = self._buffer.startswith(self._call_starts)
@@ -497,27 +509,29 @@ class TaggedParser(OutputParser):
         if isinstance(result, ScanFailure):
             self._fail(events, result)
             return True
-        for part in result.parts:
+        for part in result.calls:
             text = self._buffer[self._num_returned : result.end]
-            events.append(MalformedCall(text, self._readable(part)) if isinstance(part, str) else Call(part))
+            events.append(
+                MalformedCall(text, self._restore_escaped_placeholders(part)) if isinstance(part, str) else Call(part)
+            )
         self._at_start = False
         self._num_returned = result.end
-        if result.closed:
+        if result.is_finished:
             self._take(result.end)
             self._state, self._scanner = "after_call", None
         return True
 
-    def _missed_end(self, result: FoundCalls | None, *, final: bool) -> ScanFailure | None:
+    def _unexpected_call_end(self, result: FoundCalls | None, *, final: bool) -> ScanFailure | None:
         """Return a failure if the call ended at a marker within an unterminated argument.
 
         An argument cannot contain an end marker that is a special token. It can contain any other end marker, unless
-        the answer is complete and another call follows this marker.
+        the output is complete and another call follows this marker.
         """
         if self._is_xml:  # `XmlCallScanner` searches for special tokens itself
             return None
         overlap = max(map(len, self._call_ends), default=0)
         start = max(self._num_returned, self._num_searched - overlap)
-        found = [at for marker in self._special_ends if (at := self._buffer.find(marker, start)) >= 0]
+        found = [at for marker in self._special_token_ends if (at := self._buffer.find(marker, start)) >= 0]
         if result is not None:
             found = [position for position in found if position < result.end]
         else:
@@ -532,9 +546,9 @@ class TaggedParser(OutputParser):
                 found = ends
         return ScanFailure(min(found), "the call ends within its arguments") if found else None
 
-    def _readable(self, reason: str) -> str:
+    def _restore_escaped_placeholders(self, reason: str) -> str:
         """Replace placeholders, which `repr` has escaped, with the names of their special tokens."""
-        for placeholder, name in self._format.names.items():
+        for placeholder, name in self._format.placeholder_names.items():
             reason = reason.replace(repr(placeholder)[1:-1], name)
         return reason
 
@@ -552,7 +566,7 @@ class TaggedParser(OutputParser):
             size = max(len(marker) for marker in self._call_starts if self._buffer.startswith(marker))
             if self._is_xml:  # XML calls may have several markers
                 size = max(size, result.position)
-        events.append(MalformedCall(self._take(size), self._readable(result.reason)))
+        events.append(MalformedCall(self._take(size), self._restore_escaped_placeholders(result.reason)))
 
     def _read_malformed(self, events: list[Event], *, final: bool) -> bool:
         """Skip to the end of a malformed call, or to the next call."""
@@ -565,9 +579,9 @@ class TaggedParser(OutputParser):
         return True
 
     def _read_after_call(self, events: list[Event], *, final: bool) -> bool:
-        """Leave out whitespace and markers after a call."""
+        """Skip whitespace and markers after a call."""
         self._num_returned = 0
-        position = _skip_brackets(self._buffer)
+        position = _skip_closing_brackets(self._buffer)
         rest = self._buffer[position:]
         if not final and self._call_ends and (not rest or any(marker.startswith(rest) for marker in self._call_ends)):
             return False
@@ -586,7 +600,7 @@ class TaggedParser(OutputParser):
         return True
 
 
-def _skip_brackets(text: str) -> int:
+def _skip_closing_brackets(text: str) -> int:
     """Return the position after whitespace, surplus closing brackets and the end of a code block."""
     return len(text) - len(text.lstrip("}]` \t\r\n"))
 
@@ -601,9 +615,11 @@ class HarmonyParser(OutputParser):
     The states are `"header"`, `"body"`, `"call"` and `"after_call"`.
     """
 
-    def __init__(self, output_format: OutputFormat, tools: Sequence[Mapping[str, Any]], prompt: str, *, calls: bool):
+    def __init__(
+        self, output_format: OutputFormat, tools: Sequence[Mapping[str, Any]], prompt: str, *, parse_calls: bool
+    ):
         super().__init__(output_format, "header")
-        self._calls = calls
+        self._parse_calls = parse_calls
         self._start, self._channel, self._message, constrain, *self._ends = (
             output_format.translate(f"<|{name}|>")
             for name in ("start", "channel", "message", "constrain", "end", "call", "return")
@@ -654,7 +670,7 @@ class HarmonyParser(OutputParser):
         self._tool = tool.rstrip(".") if is_function else ""
         is_reasoning = channel_name.startswith("analysis") or is_builtin
         self._kind = Reasoning if is_reasoning and not self._tool else Content
-        self._state = "call" if self._tool and self._calls else "body"
+        self._state = "call" if self._tool and self._parse_calls else "body"
         self._may_lack_header, self._header_start, self._value = False, "", None
 
     def _read_header(self, events: list[Event], *, final: bool) -> bool:
@@ -679,25 +695,25 @@ class HarmonyParser(OutputParser):
             return True
         if final:
             text = self._take(len(self._buffer))
-            self._add(events, Content, "" if self._is_cut_header(text) else text)
+            self._add(events, Content, "" if self._is_truncated_header(text) else text)
         return False
 
     def _lacks_header(self, *, final: bool) -> bool:
-        """Return whether the answer starts with content in place of a header."""
+        """Return whether the output starts with content instead of a header."""
         if self._channel in self._header_start or "to=" in self._header_start:  # the prompt ends within a header
             return False
         text = self._buffer.lstrip()
         starts = [*self._header_markers, "to="]
         if text.startswith("assistant"):  # the role, if a header follows
             text = text.removeprefix("assistant")
-            text = text.lstrip() if text[:1].isspace() or text[:1] in self._format.names else text
+            text = text.lstrip() if text[:1].isspace() or text[:1] in self._format.placeholder_names else text
         else:
             starts.append("assistant")
         may_be_header = any(text.startswith(start) or (start.startswith(text) and not final) for start in starts)
         return bool(text) and not may_be_header
 
-    def _is_cut_header(self, text: str) -> bool:
-        """Return whether the text at the end of the answer is an incomplete header."""
+    def _is_truncated_header(self, text: str) -> bool:
+        """Return whether the text at the end of the output is an incomplete header."""
         words = text.split()
         if not words or words[0].startswith("<|") or any(marker in text for marker in self._header_markers):
             return True
@@ -758,7 +774,7 @@ class HarmonyParser(OutputParser):
         self._state, self._kind = "body", MalformedCall
 
     def _read_after_call(self, events: list[Event], *, final: bool) -> bool:
-        """Leave out the end marker of a call."""
+        """Skip the end marker of a call."""
         position = skip_whitespace(self._buffer, 0)
         rest = self._buffer[position:]
         end = next((end for end in self._ends if rest.startswith(end)), None)
@@ -812,7 +828,7 @@ class WhitespaceFilter:
         return "" if self._is_after_call else whitespace
 
 
-# Start markers of the reasoning in families that do not write <think>.
+# Start markers of the reasoning for tool-call formats of models that do not write <think>.
 _REASONING_STARTS: dict[str, str] = {
     "mistral": "[THINK]",
     "mistral_v11": "[THINK]",
@@ -829,13 +845,13 @@ _REASONING_STARTS: dict[str, str] = {
 
 
 @functools.lru_cache(64)
-def _text_format(calls: ToolFormatName) -> OutputFormat:
-    return OutputFormat(calls, find_reasoning_format(_REASONING_STARTS.get(calls, "<think>")))
+def _format_of_text(format_name: ToolFormatName) -> OutputFormat:
+    return OutputFormat(format_name, find_reasoning_format(_REASONING_STARTS.get(format_name, "<think>")))
 
 
-def create_text_parser(calls: ToolFormatName, tools: Sequence[Mapping[str, Any]]) -> OutputParser:
-    """Create the parser of an answer in which special tokens are written as their names.
+def create_text_parser(format_name: ToolFormatName, tools: Sequence[Mapping[str, Any]]) -> OutputParser:
+    """Create the parser of an output in which special tokens are written as their names.
 
-    The markers of the reasoning follow from the format of tool calls, because the chat template is unknown.
+    The markers of the reasoning are inferred from the tool-call format, because the chat template is unknown.
     """
-    return _text_format(calls).parser(tools)
+    return _format_of_text(format_name).parser(tools)

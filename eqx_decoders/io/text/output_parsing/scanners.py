@@ -1,8 +1,9 @@
-"""Incremental scanners of tool calls, one for each syntax: each finds the end of a call in growing text.
+"""Incremental scanners of tool calls. There is one scanner class for each syntax of tool calls.
 
-The text passed to `scan` starts where the calls start, and `scan` is called again when the text has grown. A scanner
-continues where it stopped, so that long arguments take linear time. The results depend on the text, not on the pieces
-in which it arrives.
+A scanner finds the end of a tool call in streamed text and parses the call. The caller passes all text from the start
+of the calls to `scan`, and calls `scan` again after appending text. A scanner resumes at the position where the
+previous `scan` stopped, so scanning long arguments takes linear time. The results do not depend on how the streamed
+text is divided into chunks.
 """
 
 import ast
@@ -27,8 +28,8 @@ from eqx_decoders.io.text.output_parsing.tool_arguments import (
 
 
 MAX_HEADER = 512  # max. characters between the marker of a call and its arguments
-_BLANK = re.compile(r"\s*")
-_BLANKS, _LINES = r"\s*", r"[\r\n]*"
+_WHITESPACE = re.compile(r"\s*")
+_ANY_WHITESPACE, _LINE_BREAKS = r"\s*", r"[\r\n]*"
 _PLACEHOLDERS = r"\ud800-\udfff"  # special tokens: they cannot be part of a name
 _NAME = rf"[^\s<>\[\](){{}}\"'`=,;|｜{_PLACEHOLDERS}]+"
 _TAG_START = re.compile(rf"(?<=[>{_PLACEHOLDERS}])(?=[<{_PLACEHOLDERS}])")  # between two tags or placeholders
@@ -42,22 +43,28 @@ PYTHON_QUOTES = ("'", '"', "'''", '"""')
 
 
 class FoundCalls(NamedTuple):
-    """Calls found in a text.
+    """Calls that a scanner found in a text.
 
     **Arguments:**
 
     - `end`: position after the calls.
-    - `parts`: the calls. A string is the reason why a call cannot be parsed.
-    - `closed`: no further call can follow without a marker.
+    - `calls`: the calls. For a malformed call, the reason why the call cannot be parsed.
+    - `is_finished`: the scanner is finished. A further call must start with a marker.
     """
 
     end: int
-    parts: tuple[FunctionCall | str, ...]
-    closed: bool
+    calls: tuple[FunctionCall | str, ...]
+    is_finished: bool
 
 
 class ScanFailure(NamedTuple):
-    """Text that cannot be parsed as a call. `position`: position of the first unexpected character."""
+    """Failure to parse a text as a tool call.
+
+    **Arguments:**
+
+    - `position`: position of the first unexpected character.
+    - `reason`: why the text cannot be parsed.
+    """
 
     position: int
     reason: str
@@ -65,40 +72,40 @@ class ScanFailure(NamedTuple):
 
 @runtime_checkable
 class CallScanner(Protocol):
-    """Scanner of the calls after a marker."""
+    """Incremental scanner of the calls after a marker."""
 
     def scan(self, text: str, *, final: bool) -> FoundCalls | ScanFailure | None:
-        """Return the next calls, or None if more text is needed. `final`: the text is complete."""
+        """Return the next calls, or None if more text is needed. `final`: no further text follows."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ScannerContext:
-    """Format and tools of an answer, which all scanners of the answer share.
+    """Tool-call format and tools of a model output, which all scanners of the output share.
 
     **Arguments:**
 
-    - `row`: format of tool calls, with placeholders in the markers that are special tokens.
+    - `tool_format`: format of tool calls, in which placeholders replace the names of special tokens.
     - `tools`: descriptions of the offered tools.
-    - `placeholders`: names of special tokens, by placeholder.
+    - `placeholder_names`: name of each special token, by the placeholder of the token.
     """
 
-    row: ToolCallFormat
+    tool_format: ToolCallFormat
     tools: Sequence[Mapping[str, Any]] = ()
-    placeholders: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    placeholder_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
-    def names(self) -> frozenset[str] | None:
+    def tool_names(self) -> frozenset[str] | None:
         """Names of the offered tools; None: any tool may be called."""
         return frozenset(function["name"] for function in iter_functions(self.tools)) if self.tools else None
 
     def restore(self, text: str) -> str:
         """Replace placeholders with the names of their special tokens."""
-        return restore_special_names(text, self.placeholders)
+        return restore_special_names(text, self.placeholder_names)
 
     def contains_special_token(self, marker: str) -> bool:
-        """Return whether a marker contains special tokens, so that an argument cannot contain it."""
-        return any(character in self.placeholders for character in marker)
+        """Return whether a marker contains special tokens. An argument cannot contain such a marker."""
+        return any(character in self.placeholder_names for character in marker)
 
     def schema(self, name: str) -> ToolSchema:
         """Return the schema of a tool's parameters."""
@@ -106,13 +113,13 @@ class ScannerContext:
 
 
 def skip_whitespace(text: str, position: int) -> int:
-    """Return the position of the next character that is not white space."""
-    match = _BLANK.match(text, position)
+    """Return the position of the first character at or after `position` that is not whitespace."""
+    match = _WHITESPACE.match(text, position)
     return position if match is None else match.end()
 
 
 def partial_match_length(text: str, words: Sequence[str]) -> int:
-    """Return the length of the longest suffix of a text that may be the incomplete start of one of the words."""
+    """Return the length of the longest suffix of a text that is an incomplete prefix of at least one word."""
     longest = min(max(map(len, words), default=1) - 1, len(text))
     endings = (text[len(text) - size :] for size in range(longest, 0, -1))
     return next((len(ending) for ending in endings if any(word.startswith(ending) for word in words)), 0)
@@ -121,7 +128,7 @@ def partial_match_length(text: str, words: Sequence[str]) -> int:
 def find_first_marker(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
     """Return the position of the first marker in a text, and the marker; None if the text has no marker.
 
-    Of several markers at the same position, the longest is returned.
+    If several markers start at the same position, the longest marker is returned.
     """
     found = [(position, -len(marker), marker) for marker in markers if (position := text.find(marker)) >= 0]
     if not found:
@@ -152,7 +159,7 @@ class JsonValueScanner:
         self._expects = "value"  # or "first_value", "key", "first_key", "colon", "comma"
 
     def scan(self, text: str) -> int | None:
-        """Return the position after the value; None if more text is needed. Raises ValueError if it is not JSON."""
+        """Return the position after the value; None if more text is needed. Raises ValueError for invalid JSON."""
         while True:
             if self._quote:
                 if not self._skip_string(text):
@@ -231,13 +238,13 @@ class JsonCallScanner:
 
     **Arguments:**
 
-    - `context`: format and tools of the answer.
+    - `context`: format and tools of the output.
     - `start`: position after the marker.
-    - `is_bare`: the calls have no marker. The first object must call an offered tool.
+    - `without_marker`: the calls have no start marker. The first object must call an offered tool.
     """
 
-    def __init__(self, context: ScannerContext, start: int, *, is_bare: bool = False):
-        self._context, self._position, self._is_bare = context, start, is_bare
+    def __init__(self, context: ScannerContext, start: int, *, without_marker: bool = False):
+        self._context, self._position, self._without_marker = context, start, without_marker
         self._in_list, self._num_calls = False, 0
         self._value: JsonValueScanner | None = None
 
@@ -248,7 +255,7 @@ class JsonCallScanner:
                 return started
             self._value = JsonValueScanner(started)
         start = self._value.start
-        if self._is_bare and self._num_calls == 0 and not self._may_be_call(text, start):
+        if self._without_marker and self._num_calls == 0 and not self._may_be_call(text, start):
             return ScanFailure(start, "this is not a call of an offered tool")
         try:
             end = self._value.scan(text)
@@ -257,11 +264,11 @@ class JsonCallScanner:
         if end is None:
             return None
         part = self._call(text[start:end])
-        if self._is_bare and self._num_calls == 0 and isinstance(part, str):
+        if self._without_marker and self._num_calls == 0 and isinstance(part, str):
             return ScanFailure(end, part)
         self._value, self._position = None, end
         self._num_calls += 1
-        return FoundCalls(end, (part,), closed=False)
+        return FoundCalls(end, (part,), is_finished=False)
 
     def _start(self, text: str, *, final: bool) -> FoundCalls | ScanFailure | int | None:
         """Return the position of the next object, or the result of `scan` if there is no next object yet."""
@@ -269,7 +276,7 @@ class JsonCallScanner:
         while True:
             position = skip_whitespace(text, position)
             if position >= len(text):
-                return FoundCalls(self._position, (), closed=True) if final and self._num_calls else None
+                return FoundCalls(self._position, (), is_finished=True) if final and self._num_calls else None
             character = text[position]
             if character == "{":
                 return position
@@ -284,7 +291,7 @@ class JsonCallScanner:
                 self._position = position
                 continue
             elif character == "]" and self._in_list:
-                return FoundCalls(position + 1, (), closed=True)
+                return FoundCalls(position + 1, (), is_finished=True)
             elif self._num_calls and character in ",;":
                 pass
             else:
@@ -293,13 +300,13 @@ class JsonCallScanner:
         if self._num_calls:
             if self._in_list:
                 return ScanFailure(position, f"unexpected {text[position : position + 20]!r} in a list of calls")
-            return FoundCalls(self._position, (), closed=True)
+            return FoundCalls(self._position, (), is_finished=True)
         return ScanFailure(position, f"{text[position : position + 80]!r} is not a JSON object")
 
     def _may_be_call(self, text: str, start: int) -> bool:
-        """Return whether an object may be a call of an offered tool, as far as its text is known."""
-        row, names = self._context.row, self._context.names
-        known = {*row.name_keys, *row.argument_keys, "type", "id"}
+        """Return whether the text of an object so far may be a call of an offered tool."""
+        tool_format, names = self._context.tool_format, self._context.tool_names
+        known = {*tool_format.name_keys, *tool_format.argument_keys, "type", "id"}
         head = text[start : start + MAX_HEADER]
         first = re.match(r"\{\s*\"([^\"\\]*)\"", head)
         if first is not None and first[1] not in known:
@@ -309,27 +316,30 @@ class JsonCallScanner:
 
     def _call(self, text: str) -> FunctionCall | str:
         value = parse_json_or_python(self._context.restore(text))
-        row = self._context.row
+        tool_format = self._context.tool_format
         if not isinstance(value, dict):
             return f"{text[:80]!r} is not a JSON object"
-        if not row.name_keys:
+        if not tool_format.name_keys:
             if len(value) != 1:
                 return f"{json.dumps(value)[:80]} must have a single key, the name of the tool"
             ((name, arguments),) = value.items()
             return create_call(name, arguments)
         inner = value.get("function")
         value = inner if isinstance(inner, dict) else value
-        name = next((value[key] for key in row.name_keys if isinstance(value.get(key), str)), None)
+        name = next((value[key] for key in tool_format.name_keys if isinstance(value.get(key), str)), None)
         if name is None:
             return f"{json.dumps(value)[:80]} has no tool name"
-        if self._is_bare:
-            names, allowed = self._context.names, {*row.name_keys, *row.argument_keys, "type", "id"}
-            has_arguments = any(key in value for key in row.argument_keys)
+        if self._without_marker:
+            names, allowed = (
+                self._context.tool_names,
+                {*tool_format.name_keys, *tool_format.argument_keys, "type", "id"},
+            )
+            has_arguments = any(key in value for key in tool_format.argument_keys)
             if names is not None and name not in names:
                 return f"the tool {name!r} is not offered"
             if not value.keys() <= allowed or (names is None and not has_arguments):
                 return f"{json.dumps(value)[:80]} is not a call"
-        arguments = next((value[key] for key in row.argument_keys if key in value), {})
+        arguments = next((value[key] for key in tool_format.argument_keys if key in value), {})
         return create_call(name, arguments)
 
 
@@ -357,17 +367,17 @@ class NamedJsonCallScanner:
 
     **Arguments:**
 
-    - `context`: format and tools of the answer.
+    - `context`: format and tools of the output.
     - `start`: position after the marker.
     """
 
     def __init__(self, context: ScannerContext, start: int):
         self._context, self._start = context, start
-        row = context.row
-        marker = f"(?:{'|'.join(map(re.escape, row.inner_markers))})"
-        prefix = r"(?:functions\.)?" if row.call_begin.endswith("functions.") else ""
-        index = "(?::[0-9]+)?" if row.name_end.startswith(":{index}") else ""
-        call_id = rf"(?:{re.escape(row.id_marker)}\w+)?" if row.id_marker else ""
+        tool_format = context.tool_format
+        marker = f"(?:{'|'.join(map(re.escape, tool_format.inner_markers))})"
+        prefix = r"(?:functions\.)?" if tool_format.call_begin.endswith("functions.") else ""
+        index = "(?::[0-9]+)?" if tool_format.name_end.startswith(":{index}") else ""
+        call_id = rf"(?:{re.escape(tool_format.id_marker)}\w+)?" if tool_format.id_marker else ""
         fence = r"(?:```(?:json)?\s*)?"
         # A word and a marker may precede the name: the type of the call, or its index.
         self._header = re.compile(
@@ -377,18 +387,20 @@ class NamedJsonCallScanner:
         self._value: JsonValueScanner | None = None
 
     def scan(self, text: str, *, final: bool) -> FoundCalls | ScanFailure | None:
-        row = self._context.row
+        tool_format = self._context.tool_format
         if self._value is None:
             first = text.find("{", self._start, self._start + MAX_HEADER)
             limit = len(text) if first < 0 else first
             ends = [
-                at for end in (*row.end_markers, *row.start_markers) if (at := text.find(end, self._start, limit)) >= 0
+                at
+                for end in (*tool_format.end_markers, *tool_format.start_markers)
+                if (at := text.find(end, self._start, limit)) >= 0
             ]
             if ends:
                 header = self._header.fullmatch(text, self._start, min(ends))
                 if header is None:
                     return ScanFailure(min(ends), f"{text[self._start : min(ends)][:80]!r} is not a tool name")
-                return FoundCalls(min(ends), (FunctionCall(header[1], {}),), closed=True)
+                return FoundCalls(min(ends), (FunctionCall(header[1], {}),), is_finished=True)
             if first < 0:
                 if len(text) - self._start >= MAX_HEADER:
                     return ScanFailure(len(text), "the call has no arguments")
@@ -404,7 +416,7 @@ class NamedJsonCallScanner:
         if end is None:
             return None
         value = parse_json_or_python(self._context.restore(text[self._value.start : end]))
-        return FoundCalls(end, (create_call(self._name, value),), closed=True)
+        return FoundCalls(end, (create_call(self._name, value),), is_finished=True)
 
 
 # --- tags -------------------------------------------------------------------------------------------------------------
@@ -414,54 +426,58 @@ class XmlCallScanner:
     """Scanner of one call whose arguments are enclosed in tags.
 
     Values are not escaped, so a value may contain text that looks like a closing tag. A closing tag ends the value only
-    if the next parameter or the end of the call follows. If the end of the call follows several closing tags, the last
-    of these tags ends the value. Therefore the end of a call is known only when the next call starts or the answer
+    if the next parameter or the end of the call follows. If several closing tags are followed by the end of a call, the
+    last of these tags ends the value. Therefore the end of a call is known only when the next call starts or the output
     ends, unless the end marker is a special token.
 
-    Parameters that the tool does not declare, repeated parameters, and calls of tools that are not offered are accepted
-    only if they are written exactly as the chat template writes them, including line breaks.
+    Undeclared parameters, repeated parameters, and calls of tools that are not offered are accepted only if the text
+    matches the text of the chat template exactly, including line breaks.
 
     **Arguments:**
 
-    - `context`: format and tools of the answer.
+    - `context`: format and tools of the output.
     - `start`: position of the marker.
     """
 
     def __init__(self, context: ScannerContext, start: int):
-        row = context.row
+        tool_format = context.tool_format
         self._context, self._start = context, start
         self._body = -1  # position of the arguments; -1: the header is incomplete
         self._searched = start  # position up to which no other call starts
         self._name, self._schema = "", context.schema("")
-        # Models may leave out the quotes around a name.
-        self._quote = '"' if row.call_begin.endswith('"') else ""
-        heads = self._heads = [text.rstrip('"') for text in f"{row.section_begin}{row.call_begin}".split()]
+        # Models may omit the quotes around a name.
+        self._quote = '"' if tool_format.call_begin.endswith('"') else ""
+        opening_tags = self._opening_tags = [
+            text.rstrip('"') for text in f"{tool_format.section_begin}{tool_format.call_begin}".split()
+        ]
         name = rf'"?({_NAME})"?' if self._quote else rf"({_NAME})"
-        name_end = re.escape(row.name_end.strip().lstrip('"'))
-        starts = [r"\s*".join(map(re.escape, heads[at:])) for at in range(len(heads))]
+        name_end = re.escape(tool_format.name_end.strip().lstrip('"'))
+        starts = [r"\s*".join(map(re.escape, opening_tags[at:])) for at in range(len(opening_tags))]
         self._call_start = re.compile(rf"(?:{'|'.join(starts)})\s*{name}\s*{name_end}")
-        self._parameter = self._parameter_pattern(row)
-        self._close = row.parameter_end.strip()
-        ends = self._ends = row.call_end.split()
-        written_end = row.parameter_end + row.parameter_separator
-        self._written_gap = written_end[len(written_end.rstrip()) :]
-        self._written_start = re.compile(
-            re.escape(row.call_begin) + rf"{_NAME}" + re.escape(row.name_end).replace(re.escape("{index}"), "[0-9]+")
+        self._parameter = self._parameter_pattern(tool_format)
+        self._close = tool_format.parameter_end.strip()
+        ends = self._closing_tags = tool_format.call_end.split()
+        written_end = tool_format.parameter_end + tool_format.parameter_separator
+        self._template_gap = written_end[len(written_end.rstrip()) :]
+        self._template_start = re.compile(
+            re.escape(tool_format.call_begin)
+            + rf"{_NAME}"
+            + re.escape(tool_format.name_end).replace(re.escape("{index}"), "[0-9]+")
         )
-        # End of a call by the text that is allowed between its tags. The key "" is for calls without the outer tag,
-        # which some models leave out.
-        self._call_end = {gap: re.compile(gap.join(map(re.escape, ends))) for gap in (_LINES, _BLANKS)}
+        # Expression for the end of a call, by the expression for the text between its closing tags. The key "" is for
+        # calls without the outer tag, which some models omit.
+        self._call_end = {gap: re.compile(gap.join(map(re.escape, ends))) for gap in (_LINE_BREAKS, _ANY_WHITESPACE)}
         self._call_end[""] = re.compile(re.escape(ends[0]))
-        self._special_end = next(filter(context.contains_special_token, (*ends, *row.end_markers)), "")
-        last = f"(?:{_LINES}{_LINES.join(map(re.escape, ends[1:]))})?" if len(ends) > 1 else ""
+        self._special_end = next(filter(context.contains_special_token, (*ends, *tool_format.end_markers)), "")
+        last = f"(?:{_LINE_BREAKS}{_LINE_BREAKS.join(map(re.escape, ends[1:]))})?" if len(ends) > 1 else ""
         self._closed = re.compile(re.escape(ends[0]) + last)
         tag = "[^<>]*".join(map(re.escape, self._close.split("{key}")))
-        self._closed_parameter = re.compile(tag + _LINES + self._closed.pattern)
+        self._closed_parameter = re.compile(tag + _LINE_BREAKS + self._closed.pattern)
 
     @staticmethod
-    def _parameter_pattern(row: ToolCallFormat) -> re.Pattern[str]:
-        """Return the expression for the start of a parameter. Its groups are the key and `true` for a string value."""
-        is_quoted = row.parameter_begin.endswith('"')
+    def _parameter_pattern(tool_format: ToolCallFormat) -> re.Pattern[str]:
+        """Return the expression for the start of a parameter. Group 1: key. Group 2: `true` for a string value."""
+        is_quoted = tool_format.parameter_begin.endswith('"')
         # The first character is not a space, so that only one position after spaces can start a name.
         excluded = rf"<>\n{_PLACEHOLDERS}"
         key = (
@@ -469,16 +485,18 @@ class XmlCallScanner:
             if is_quoted
             else rf"([^\s/{excluded}][^{excluded}]{{0,255}}?)"
         )
-        begin = r"\s*".join(re.escape(text) for text in row.parameter_begin.rstrip('"').split())
-        if "{string}" in row.key_end:
+        begin = r"\s*".join(re.escape(text) for text in tool_format.parameter_begin.rstrip('"').split())
+        if "{string}" in tool_format.key_end:
             return re.compile(rf"{begin}{key}(?:\s+string=\"?(true|false)\"?)?\s*>")
-        tags = _TAG_START.sub(" ", row.key_end.removeprefix('"' if is_quoted else "")).split()
+        tags = _TAG_START.sub(" ", tool_format.key_end.removeprefix('"' if is_quoted else "")).split()
         return re.compile(rf"{begin}\s*{key}\s*" + r"\s*".join(map(re.escape, tags)) + "()")
 
     def scan(self, text: str, *, final: bool) -> FoundCalls | ScanFailure | None:
         if self._body < 0:
             header = self._call_start.match(text, self._start)
-            if header is None or (not self._context.row.name_end.strip() and header.end() == len(text) and not final):
+            if header is None or (
+                not self._context.tool_format.name_end.strip() and header.end() == len(text) and not final
+            ):
                 return self._no_header(text, final=final)
             self._name = header[1]
             self._body = self._searched = header.end()
@@ -486,20 +504,20 @@ class XmlCallScanner:
         start = skip_whitespace(text, self._body)
         if start < len(text) and not final and text[start] != "{" and not self._may_start(text, start):
             return ScanFailure(start, f"{text[start : start + 80]!r} is not a parameter")
-        extent = self._extent(text)
-        if extent is None and not final:
+        max_end = self._max_call_end(text)
+        if max_end is None and not final:
             return None
-        return self._parsed(text, len(text) if extent is None else extent, start)
+        return self._parsed(text, len(text) if max_end is None else max_end, start)
 
     def _no_header(self, text: str, *, final: bool) -> FoundCalls | ScanFailure | None:
         """Return the failure of a call without a name, or None if more text may complete the header."""
-        position, heads = self._start, self._heads
+        position, opening_tags = self._start, self._opening_tags
         rest = text[position:]
-        first = next((index for index, head in enumerate(heads) if rest.startswith(head)), None)
+        first = next((index for index, head in enumerate(opening_tags) if rest.startswith(head)), None)
         if first is None:
-            is_incomplete = any(head.startswith(rest) for head in heads)
+            is_incomplete = any(head.startswith(rest) for head in opening_tags)
             return None if is_incomplete else ScanFailure(position + 1, "the call has no tool name")
-        for head in heads[first:]:
+        for head in opening_tags[first:]:
             rest = text[position:]
             if not rest.startswith(head):
                 return (
@@ -507,7 +525,7 @@ class XmlCallScanner:
                 )
             position = skip_whitespace(text, position + len(head))
         rest = text[position:].removeprefix(self._quote)
-        name_end = "".join(self._context.row.name_end.split()).removeprefix(self._quote)
+        name_end = "".join(self._context.tool_format.name_end.split()).removeprefix(self._quote)
         match = re.compile(_NAME).match(rest)
         tail = "" if match is None else rest[match.end() :].removeprefix(self._quote).strip()
         if rest and (match is None or (tail and not name_end.startswith(tail) and not tail.startswith(name_end))):
@@ -517,19 +535,19 @@ class XmlCallScanner:
     def _may_start(self, text: str, start: int) -> bool:
         """Return whether the text at a position may be a parameter or the end of the call."""
         rest = text[start : start + MAX_HEADER]
-        words = (self._context.row.parameter_begin.split()[0], self._ends[0])
+        words = (self._context.tool_format.parameter_begin.split()[0], self._closing_tags[0])
         return any(rest.startswith(word) or word.startswith(rest) for word in words)
 
-    def _extent(self, text: str) -> int | None:
-        """Return a position at which the call must have ended; None if further text may belong to the call."""
-        names, position = self._context.names, max(self._body, self._searched - MAX_HEADER)
+    def _max_call_end(self, text: str) -> int | None:
+        """Return the maximum end position of the call; None if further text may belong to the call."""
+        names, position = self._context.tool_names, max(self._body, self._searched - MAX_HEADER)
         special = text.find(self._special_end, self._body) if self._special_end else -1
         limit = len(text) if special < 0 else special + len(self._special_end)
         for match in self._call_start.finditer(text, position, limit):
-            is_incomplete = match.end() == len(text) and not self._context.row.name_end.strip()
+            is_incomplete = match.end() == len(text) and not self._context.tool_format.name_end.strip()
             if is_incomplete:
                 continue
-            if names is not None and match[1] not in names and not self._is_written_start(text, match):
+            if names is not None and match[1] not in names and not self._matches_template(text, match):
                 continue
             ends = [closed.end() for closed in self._closed_parameter.finditer(text, self._body, match.start())]
             empty = self._closed.match(text, skip_whitespace(text, self._body), match.start())
@@ -540,73 +558,75 @@ class XmlCallScanner:
         self._searched = len(text)
         return None if special < 0 else limit
 
-    def _is_written_start(self, text: str, match: re.Match[str]) -> bool:
-        """Return whether the start of a call is written exactly as the chat template writes it."""
-        found = self._written_start.search(text, match.start())
+    def _matches_template(self, text: str, match: re.Match[str]) -> bool:
+        """Return whether the start of a call matches the text of the chat template exactly."""
+        found = self._template_start.search(text, match.start())
         return found is not None and found.start() < match.end()
 
-    def _parsed(self, text: str, extent: int, start: int) -> FoundCalls | ScanFailure | None:
+    def _parsed(self, text: str, max_end: int, start: int) -> FoundCalls | ScanFailure | None:
         if text.startswith("{", start):
-            return self._json_arguments(text, extent, start)
-        for gap in (_LINES, _BLANKS, ""):
-            found = self._parameters(text, extent, start, gap)
+            return self._json_arguments(text, max_end, start)
+        for gap in (_LINE_BREAKS, _ANY_WHITESPACE, ""):
+            found = self._parameters(text, max_end, start, gap)
             if found is not None:
                 values, end = found
                 if (
-                    gap != _LINES
-                    and extent == len(text)
-                    and text[end:].strip() != self._context.row.section_end.strip()
+                    gap != _LINE_BREAKS
+                    and max_end == len(text)
+                    and text[end:].strip() != self._context.tool_format.section_end.strip()
                 ):
-                    break  # the end tag may be part of an argument that is cut off
+                    break  # the end tag may be part of a truncated argument
                 call = FunctionCall(self._name, values)
-                return FoundCalls(end, (call,), closed=True)
-        if extent < len(text) or text.rstrip().endswith((self._ends[-1], *self._context.row.end_markers)):
+                return FoundCalls(end, (call,), is_finished=True)
+        if max_end < len(text) or text.rstrip().endswith(
+            (self._closing_tags[-1], *self._context.tool_format.end_markers)
+        ):
             return ScanFailure(start, f"the parameters of {self._name} cannot be parsed: {text[start : start + 80]!r}")
         if start < len(text) and not self._may_start(text, start):
             return ScanFailure(start, f"{text[start : start + 80]!r} is not a parameter")
         return None
 
-    def _json_arguments(self, text: str, extent: int, start: int) -> FoundCalls | ScanFailure | None:
+    def _json_arguments(self, text: str, max_end: int, start: int) -> FoundCalls | ScanFailure | None:
         scanner = JsonValueScanner(start)
         try:
-            end = scanner.scan(text[:extent])
+            end = scanner.scan(text[:max_end])
         except ValueError as error:
             return ScanFailure(scanner.position, f"the arguments of {self._name} are not valid JSON: {error}")
         if end is None:
             return None
-        closed = re.compile(_BLANKS + self._call_end[_BLANKS].pattern).match(text, end)
+        closed = re.compile(_ANY_WHITESPACE + self._call_end[_ANY_WHITESPACE].pattern).match(text, end)
         value = parse_json_or_python(self._context.restore(text[start:end]))
-        return FoundCalls(end if closed is None else closed.end(), (create_call(self._name, value),), closed=True)
+        return FoundCalls(end if closed is None else closed.end(), (create_call(self._name, value),), is_finished=True)
 
-    def _parameters(self, text: str, extent: int, position: int, gap: str) -> tuple[dict[str, Any], int] | None:
+    def _parameters(self, text: str, max_end: int, position: int, gap: str) -> tuple[dict[str, Any], int] | None:
         """Return the arguments and the end of the call; None if the arguments cannot be parsed.
 
         `gap`: expression for the text between the end tags of a parameter and of the call.
         """
         values, known = dict[str, Any](), self._schema.known_names
-        gaps, call_end = re.compile(gap or _LINES), self._call_end[gap]
+        gaps, call_end = re.compile(gap or _LINE_BREAKS), self._call_end[gap]
         while True:
             position = skip_whitespace(text, position)
-            if not values or position < extent:
-                closed = call_end.match(text, position, extent)
+            if not values or position < max_end:
+                closed = call_end.match(text, position, max_end)
                 if closed is not None:
                     return values, closed.end()
-            opened = self._parameter.match(text, position, extent)
+            opened = self._parameter.match(text, position, max_end)
             if opened is None:
                 return None
             key = opened[1]
-            ended = self._value_end(text, opened, extent, gaps, call_end, {key, *values}, known)
+            ended = self._value_end(text, opened, max_end, gaps, call_end, {key, *values}, known)
             if ended is None:
                 return None
             value_end, position = ended
             value = text[opened.end() : value_end]
-            if self._context.row.key_end.endswith(">\n"):
+            if self._context.tool_format.key_end.endswith(">\n"):
                 value = value.removeprefix("\n")
                 value = value if text[value_end] == "\n" else value.removesuffix("\n")
-            if self._context.row.nested:
+            if self._context.tool_format.nested:
                 values[key] = self._schema.convert_elements(key, self._elements(value, MAX_LEVELS))
                 continue
-            character_data = _CHARACTER_DATA.fullmatch(value) if self._context.row.character_data else None
+            character_data = _CHARACTER_DATA.fullmatch(value) if self._context.tool_format.character_data else None
             value = self._context.restore(value if character_data is None else character_data[1])
             values[key] = value if opened[2] == "true" else self._schema.convert(key, value)
 
@@ -626,56 +646,58 @@ class XmlCallScanner:
             position = skip_whitespace(text, ended[1])
         return elements or self._context.restore(text)
 
-    def _element_end(self, text: str, opened: re.Match[str], extent: int) -> tuple[int, int] | None:
-        """Return the end of an element's content and the position after the element; None if it does not end."""
-        close_tag = self._context.row.parameter_end.replace("{key}", opened[1])
+    def _element_end(self, text: str, opened: re.Match[str], max_end: int) -> tuple[int, int] | None:
+        """Return the end of an element's content and the end of the element; None if the closing tag is missing."""
+        close_tag = self._context.tool_format.parameter_end.replace("{key}", opened[1])
         depth = 1
-        for tag in re.compile(f"{re.escape(opened[0])}|{re.escape(close_tag)}").finditer(text, opened.end(), extent):
+        for tag in re.compile(f"{re.escape(opened[0])}|{re.escape(close_tag)}").finditer(text, opened.end(), max_end):
             depth += 1 if tag[0] == opened[0] else -1
             if depth == 0:
                 return tag.span()
         return None
 
-    def _has_lines(self, text: str, start: int) -> bool:
-        """Return whether the format writes a line break around values, and this value starts with one."""
-        return self._context.row.key_end.endswith(">\n") and text.startswith("\n", start)
+    def _starts_with_line_break(self, text: str, start: int) -> bool:
+        """Return whether the format writes line breaks around values and the value starts with a line break."""
+        return self._context.tool_format.key_end.endswith(">\n") and text.startswith("\n", start)
 
     def _value_end(
         self,
         text: str,
         opened: re.Match[str],
-        extent: int,
+        max_end: int,
         gap: re.Pattern[str],
         call_end: re.Pattern[str],
         used: set[str],
         known: frozenset[str] | None,
     ) -> tuple[int, int] | None:
-        """Return the end of a value and the position after its closing tag; None if the value does not end."""
-        if self._context.row.nested and self._parameter.match(text, skip_whitespace(text, opened.end()), extent):
-            ended = self._element_end(text, opened, extent)  # an element within the value may have the same name
+        """Return the end of a value and the position after its closing tag; None if the closing tag is missing."""
+        if self._context.tool_format.nested and self._parameter.match(
+            text, skip_whitespace(text, opened.end()), max_end
+        ):
+            ended = self._element_end(text, opened, max_end)  # an element within the value may have the same name
             if ended is not None:
                 return ended
         close = self._close.replace("{key}", opened[1])
-        writes_lines = self._context.row.key_end.endswith(">\n")
-        has_lines = self._has_lines(text, opened.end()) and gap.pattern == _LINES
+        writes_lines = self._context.tool_format.key_end.endswith(">\n")
+        has_lines = self._starts_with_line_break(text, opened.end()) and gap.pattern == _LINE_BREAKS
         last = None
-        at = text.find(close, opened.end(), extent)
+        at = text.find(close, opened.end(), max_end)
         while at >= 0:
             is_line = has_lines and text[at - 1] == "\n"
             begin, after = at - 1 if is_line else at, at + len(close)
-            following = gap.match(text, after, extent)
+            following = gap.match(text, after, max_end)
             position = after if following is None else following.end()
-            opens = self._parameter.match(text, position, extent)
-            # A model may leave out the line break before the tag. Only the schema distinguishes this from an argument
+            opens = self._parameter.match(text, position, max_end)
+            # A model may omit the line break before the tag. Only the schema distinguishes this from an argument
             # that contains the tags.
             may_end = is_line or not has_lines if known is None else opens is not None and opens[1] in known
             if opens is not None and opens[1] not in used and may_end:
                 return begin, after
-            if opens is not None and (is_line or not writes_lines) and text[after:position] == self._written_gap:
+            if opens is not None and (is_line or not writes_lines) and text[after:position] == self._template_gap:
                 return begin, after
-            if (is_line or not has_lines) and call_end.match(text, position, extent):
+            if (is_line or not has_lines) and call_end.match(text, position, max_end):
                 last = begin, after
-            at = text.find(close, at + 1, extent)
+            at = text.find(close, at + 1, max_end)
         return last
 
 
@@ -683,28 +705,28 @@ class XmlCallScanner:
 
 
 class BracketScanner:
-    """Scanner of bracketed text with strings: finds the bracket that closes the first bracket.
+    """Scanner that finds the bracket that closes the first bracket of a text with nested brackets and strings.
 
     Published chat templates do not escape delimiters within strings. Therefore a delimiter ends a string only if the
-    text after it continues the list of arguments.
+    text after the delimiter continues the list of arguments.
 
     **Arguments:**
 
     - `start`: position of the opening bracket.
     - `quotes`: delimiters of strings.
     - `escapes`: a backslash escapes the next character of a string.
-    - `certain`: a delimiter always ends a string, because the delimiters are special tokens.
+    - `unambiguous`: a delimiter always ends a string, because the delimiters are special tokens.
     """
 
     _PAIRS: ClassVar[Mapping[str, str]] = {"(": ")", "[": "]", "{": "}"}
 
-    def __init__(self, start: int, quotes: Sequence[str], *, escapes: bool, certain: bool = False):
+    def __init__(self, start: int, quotes: Sequence[str], *, escapes: bool, unambiguous: bool = False):
         self.position, self._quotes = start, sorted(quotes, key=len, reverse=True)
-        self._escapes, self._certain, self._stack, self._quote = escapes, certain, list[str](), ""
-        self.strings = list[tuple[int, int, str]]()  # start, end and delimiter
+        self._escapes, self._unambiguous, self._stack, self._quote = escapes, unambiguous, list[str](), ""
+        self.strings = list[tuple[int, int, str]]()  # (start, end, delimiter) of each string
         self._string_start = 0
         quote_starts = "".join(sorted({quote[0] for quote in quotes}))
-        self._special = re.compile(f"[()\\[\\]{{}}{re.escape(quote_starts)}]")
+        self._delimiters = re.compile(f"[()\\[\\]{{}}{re.escape(quote_starts)}]")
 
     def scan(self, text: str) -> int | None:
         """Return the position after the closing bracket; None if more text is needed.
@@ -714,7 +736,7 @@ class BracketScanner:
         while True:
             if self._quote and not self._skip_string(text):
                 return None
-            match = self._special.search(text, self.position)
+            match = self._delimiters.search(text, self.position)
             if match is None:
                 self.position = len(text)
                 return None
@@ -776,7 +798,7 @@ class BracketScanner:
                 self.position = max(self.position, len(text) - len(quote) + 1)
                 return False
             end = at + len(quote)
-            if not self._certain and len(quote) != 3:
+            if not self._unambiguous and len(quote) != 3:
                 following = skip_whitespace(text, end)
                 if following >= len(text):
                     self.position = at
@@ -794,13 +816,13 @@ class PythonCallScanner:
 
     **Arguments:**
 
-    - `context`: format and tools of the answer.
+    - `context`: format and tools of the output.
     - `start`: position after the marker.
-    - `is_bare`: the calls have no marker. The first call must call an offered tool.
+    - `without_marker`: the calls have no start marker. The first call must call an offered tool.
     """
 
-    def __init__(self, context: ScannerContext, start: int, *, is_bare: bool = False):
-        self._context, self._position, self._is_bare = context, start, is_bare
+    def __init__(self, context: ScannerContext, start: int, *, without_marker: bool = False):
+        self._context, self._position, self._without_marker = context, start, without_marker
         self._in_list, self._num_calls = False, 0
         self._name, self._opened = "", -1
         self._brackets: BracketScanner | None = None
@@ -820,7 +842,7 @@ class PythonCallScanner:
         part = self._call(text, self._opened, end, self._brackets)
         self._brackets, self._position = None, end
         self._num_calls += 1
-        return FoundCalls(end, (part,), closed=False)
+        return FoundCalls(end, (part,), is_finished=False)
 
     def _open(self, text: str, *, final: bool) -> BracketScanner | FoundCalls | ScanFailure | None:
         """Return the scanner of the next call's arguments, or the result of `scan` if there is no next call yet."""
@@ -832,23 +854,28 @@ class PythonCallScanner:
             position += text.startswith((",", ";"), position)
             position = skip_whitespace(text, position)
         if position >= len(text):
-            return FoundCalls(self._position, (), closed=True) if final and self._num_calls else None
+            return FoundCalls(self._position, (), is_finished=True) if final and self._num_calls else None
         if self._in_list and text[position] == "]":
-            if self._num_calls == 0 and self._is_bare:
+            if self._num_calls == 0 and self._without_marker:
                 return ScanFailure(position, "the list has no call")
-            return FoundCalls(position + 1, (), closed=True)
+            return FoundCalls(position + 1, (), is_finished=True)
         match = re.compile(rf"({_NAME})\s*").match(text, position)
         rest = "" if match is None else text[match.end() :]
-        names = self._context.names
-        if match is not None and not rest and (not self._is_bare or self._may_be_name(match[1], names)) and not final:
+        names = self._context.tool_names
+        if (
+            match is not None
+            and not rest
+            and (not self._without_marker or self._may_be_name(match[1], names))
+            and not final
+        ):
             return None
         if match is None or not rest.startswith("("):
             if self._num_calls and not self._in_list:
-                return FoundCalls(self._position, (), closed=True)
-            if match is not None and not rest and not (self._is_bare and not self._num_calls):
+                return FoundCalls(self._position, (), is_finished=True)
+            if match is not None and not rest and not (self._without_marker and not self._num_calls):
                 return None
             return ScanFailure(position, f"{text[position : position + 80]!r} is not a call")
-        if self._is_bare and names is not None and match[1] not in names:
+        if self._without_marker and names is not None and match[1] not in names:
             return ScanFailure(position, f"the tool {match[1]!r} is not offered")
         self._name, self._opened = match[1], match.end()
         return BracketScanner(match.end(), PYTHON_QUOTES, escapes=True)
@@ -923,7 +950,7 @@ class GemmaCallScanner:
 
     **Arguments:**
 
-    - `context`: format and tools of the answer.
+    - `context`: format and tools of the output.
     - `start`: position after the marker.
     """
 
@@ -947,9 +974,9 @@ class GemmaCallScanner:
                     return None
                 return ScanFailure(position, f"{rest[:80]!r} is not a call of the form call:name{{…}}")
             self._name, self._opened = match[1].rstrip(":"), match.end()
-            quote = self._context.row.quote
-            is_certain = self._context.contains_special_token(quote)
-            self._brackets = BracketScanner(match.end(), (quote,), escapes=False, certain=is_certain)
+            quote = self._context.tool_format.quote
+            is_unambiguous = self._context.contains_special_token(quote)
+            self._brackets = BracketScanner(match.end(), (quote,), escapes=False, unambiguous=is_unambiguous)
         try:
             end = self._brackets.scan(text)
             if end is None:
@@ -962,11 +989,11 @@ class GemmaCallScanner:
             return ScanFailure(self._brackets.position, f"the arguments of {self._name} cannot be parsed: {error}")
         schema = self._context.schema(self._name)
         values = {key: schema.convert_string(key, value) for key, value in arguments.items()}
-        return FoundCalls(end, (FunctionCall(self._name, values),), closed=True)
+        return FoundCalls(end, (FunctionCall(self._name, values),), is_finished=True)
 
     def _value(self, text: str, position: int, strings: Mapping[int, int]) -> tuple[Any, int]:
         """Return the value at a position and the position after it. `strings`: ends of the strings by start."""
-        position, quote = skip_whitespace(text, position), self._context.row.quote
+        position, quote = skip_whitespace(text, position), self._context.tool_format.quote
         if position in strings:
             end = strings[position]
             return self._context.restore(text[position + len(quote) : end - len(quote)]), end
@@ -975,14 +1002,14 @@ class GemmaCallScanner:
             while text[position] != "]":
                 member, position = self._value(text, position, strings)
                 members.append(member)
-                position = self._comma(text, position, "]")
+                position = self._skip_comma(text, position, "]")
             return members, position + 1
         if text[position] == "{":
             values, position = dict[str, Any](), skip_whitespace(text, position + 1)
             while text[position] != "}":
                 key, position = self._key(text, position, strings)
                 values[key], position = self._value(text, position, strings)
-                position = self._comma(text, position, "}")
+                position = self._skip_comma(text, position, "}")
             return values, position + 1
         match = re.compile(r"[^,\]}\[{]*").match(text, position)
         word = "" if match is None else match[0]
@@ -1003,7 +1030,7 @@ class GemmaCallScanner:
         return key, position + 1
 
     @staticmethod
-    def _comma(text: str, position: int, end: str) -> int:
+    def _skip_comma(text: str, position: int, end: str) -> int:
         position = skip_whitespace(text, position)
         if text.startswith(",", position):
             return skip_whitespace(text, position + 1)
@@ -1017,25 +1044,28 @@ def create_scanner(context: ScannerContext, text: str, start: int, marker: str, 
 
     `marker`: the marker at this position; empty for calls without a marker.
     """
-    row, after = context.row, start + len(marker)
-    if row.syntax == "xml":
+    tool_format, after = context.tool_format, start + len(marker)
+    if tool_format.syntax == "xml":
         return XmlCallScanner(context, start)
-    if row.syntax == "python":
+    if tool_format.syntax == "python":
         head = text[after : after + MAX_HEADER].replace("[", " ", 1).lstrip()
         if marker and not head and not final:
             return None
         if marker and head.startswith("{"):  # LFM2 and Llama 4 also write calls as JSON
             return JsonCallScanner(context, after)
-        return PythonCallScanner(context, after, is_bare=not marker)
-    if row.syntax == "gemma":
+        return PythonCallScanner(context, after, without_marker=not marker)
+    if tool_format.syntax == "gemma":
         return GemmaCallScanner(context, after)
-    if marker and (row.syntax == "named_json" or row.id_marker):
+    if marker and (tool_format.syntax == "named_json" or tool_format.id_marker):
         position = skip_whitespace(text, after)
         rest = text[position:]
-        if any(known.startswith(rest) for known in (*row.start_markers, *row.inner_markers)) and not final:
+        if (
+            any(known.startswith(rest) for known in (*tool_format.start_markers, *tool_format.inner_markers))
+            and not final
+        ):
             return None
-        inner = next((begin for begin in row.start_markers if rest.startswith(begin)), "")
-        if rest.startswith(("{", "[")) and not rest.startswith(row.inner_markers):
+        inner = next((begin for begin in tool_format.start_markers if rest.startswith(begin)), "")
+        if rest.startswith(("{", "[")) and not rest.startswith(tool_format.inner_markers):
             return JsonCallScanner(context, after)
         return NamedJsonCallScanner(context, position + len(inner) if inner else after)
-    return JsonCallScanner(context, after - marker.endswith("["), is_bare=not marker)
+    return JsonCallScanner(context, after - marker.endswith("["), without_marker=not marker)

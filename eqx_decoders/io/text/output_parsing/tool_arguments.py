@@ -15,8 +15,8 @@ from typing import Any
 from eqx_decoders.io.text.output_parsing.formats import iter_functions
 
 
-MAX_DEPTH = 32  # max. nesting of references and combined schemas
-MAX_SCHEMAS = 2000  # max. schemas that are read for one argument, because references can make a small schema large
+MAX_SCHEMA_DEPTH = 32  # max. nesting of references and combined schemas
+MAX_SCHEMAS = 2000  # max. subschemas that are read for one argument; references can expand a small schema exponentially
 MAX_DIGITS = 4000  # max. digits of an integer: Python refuses to convert longer strings
 MAX_LEVELS = 200  # max. levels of lists and objects in arguments
 _TYPES = {
@@ -31,8 +31,8 @@ _INTEGER = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
-Elements = str | list[tuple[str, Any]]  # a text, or pairs (name, Elements)
-"""Text of an element, or the names and contents of the elements within it."""
+Elements = str | list[tuple[str, Any]]
+"""Content of an XML element: a text, or a pair (name, `Elements`) for each child element."""
 
 
 class ToolSchema:
@@ -41,25 +41,26 @@ class ToolSchema:
     **Arguments:**
 
     - `tools`: descriptions of the offered tools, in the format of OpenAI's API.
-    - `name`: name of the tool. If it is not offered, its arguments are not restricted.
+    - `name`: name of the tool. The arguments of a tool that is not offered are not restricted.
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], name: str):
         function = next((function for function in iter_functions(tools) if function["name"] == name), {})
         self._root: Any = function.get("parameters")
-        self._named, self._open = dict[str, list[Any]](), False
+        self._schemas_by_name = dict[str, list[Any]]()  # schemas of the declared parameters
+        self._allows_undeclared = False
         self._num_read = 0
-        self._collect(self._root, MAX_DEPTH)
+        self._collect(self._root, MAX_SCHEMA_DEPTH)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the declared parameters, in the order of the schema."""
-        return tuple(self._named)
+        return tuple(self._schemas_by_name)
 
     @property
     def known_names(self) -> frozenset[str] | None:
         """Allowed names of parameters; None: any name."""
-        return None if self._open or not self._named else frozenset(self._named)
+        return None if self._allows_undeclared or not self._schemas_by_name else frozenset(self._schemas_by_name)
 
     def convert(self, key: str, text: str) -> Any:
         """Convert the text of an argument to the first type that its schema allows.
@@ -71,77 +72,77 @@ class ToolSchema:
         return self._convert_text(self._schema_of(key), text)
 
     def convert_elements(self, key: str, elements: "Elements") -> Any:
-        """Convert an argument that is written as nested elements, whose texts are converted as by `convert`."""
+        """Convert an argument that is written as nested XML elements. Texts are converted as in `convert`."""
         return self._convert_elements(self._schema_of(key), elements)
 
     def _convert_elements(self, schema: Any, elements: "Elements") -> Any:
         self._num_read = 0
         if isinstance(elements, str):
-            is_empty = not elements and not self._accepts(schema, "", MAX_DEPTH)
-            empty = next((value for value in ([], {}) if self._accepts(schema, value, MAX_DEPTH)), "")
+            is_empty = not elements and not self._accepts(schema, "", MAX_SCHEMA_DEPTH)
+            empty = next((value for value in ([], {}) if self._accepts(schema, value, MAX_SCHEMA_DEPTH)), "")
             return empty if is_empty else self._convert_text(schema, elements)
-        parts = [*self._parts(schema, MAX_DEPTH)]
-        if all(name == "item" for name, _ in elements) and self._accepts(schema, [], MAX_DEPTH):
+        parts = [*self._subschemas(schema, MAX_SCHEMA_DEPTH)]
+        if all(name == "item" for name, _ in elements) and self._accepts(schema, [], MAX_SCHEMA_DEPTH):
             items = _any_of([part["items"] for part in parts if "items" in part])
             return [self._convert_elements(items, value) for _, value in elements]
         members = dict[str, Any]()
         for name, value in elements:
             properties = [part.get("properties") for part in parts]
             inner = [known[name] for known in properties if isinstance(known, Mapping) and name in known]
-            inner = _any_of(inner or self._additional(schema))
+            inner = _any_of(inner or self._undeclared_schemas(schema))
             members[name] = self._convert_elements(inner, value)
         return members
 
     def _convert_text(self, schema: Any, text: str) -> Any:
         if self._accepts_all(schema):
             return parse_untyped_value(text)
-        candidates = [*_candidates(text)]
-        accepts_text = self._accepts(schema, text, MAX_DEPTH)
-        for value in candidates:
+        possible_values = [*_possible_values(text)]
+        accepts_text = self._accepts(schema, text, MAX_SCHEMA_DEPTH)
+        for value in possible_values:
             if accepts_text and not _is_canonical(value, text):
                 continue
-            if self._accepts(schema, value, MAX_DEPTH):
+            if self._accepts(schema, value, MAX_SCHEMA_DEPTH):
                 return int(value) if isinstance(value, _IntegralFloat) else value
-        if self._accepts_any(schema, ("", "x")) or len(candidates) == 1:
+        if self._accepts_any(schema, ("", "x")) or len(possible_values) == 1:
             return text
-        return int(candidates[0]) if isinstance(candidates[0], _IntegralFloat) else candidates[0]
+        return int(possible_values[0]) if isinstance(possible_values[0], _IntegralFloat) else possible_values[0]
 
     def convert_string(self, key: str, value: Any) -> Any:
         """Convert an argument if it is a string that its schema does not allow. Return other arguments unchanged."""
         if not isinstance(value, str):
             return value
         schema = self._schema_of(key)
-        if self._accepts_all(schema) or self._accepts(schema, value, MAX_DEPTH):
+        if self._accepts_all(schema) or self._accepts(schema, value, MAX_SCHEMA_DEPTH):
             return value
         return self.convert(key, value)
 
     def _schema_of(self, key: str) -> Any:
         self._num_read = 0
-        return _any_of(self._named.get(key) or self._additional(self._root))
+        return _any_of(self._schemas_by_name.get(key) or self._undeclared_schemas(self._root))
 
     def _collect(self, schema: Any, depth: int) -> None:
         """Collect the properties that the schema of an object declares, including references and combined schemas."""
-        for part in self._parts(schema, depth):
+        for part in self._subschemas(schema, depth):
             properties = part.get("properties")
             if isinstance(properties, Mapping):
                 for key, value in properties.items():
-                    self._named.setdefault(key, []).append(value)
+                    self._schemas_by_name.setdefault(key, []).append(value)
             if part.get("additionalProperties", False) is not False or part.get("patternProperties"):
-                self._open = True
+                self._allows_undeclared = True
 
-    def _additional(self, schema: Any) -> list[Any]:
+    def _undeclared_schemas(self, schema: Any) -> list[Any]:
         """Return the schemas of undeclared properties.
 
         `patternProperties` are not evaluated, because a client's regular expression may take exponential time.
         """
-        parts = [*self._parts(schema, MAX_DEPTH)]
+        parts = [*self._subschemas(schema, MAX_SCHEMA_DEPTH)]
         if any(part.get("patternProperties") for part in parts):
             return []
         additional = [part.get("additionalProperties") for part in parts]
         return [value for value in additional if isinstance(value, Mapping)]
 
-    def _parts(self, schema: Any, depth: int) -> Iterator[Mapping[str, Any]]:
-        """Yield a schema and the schemas that it references or combines."""
+    def _subschemas(self, schema: Any, depth: int) -> Iterator[Mapping[str, Any]]:
+        """Yield a schema, the schemas that it references, and the schemas that `allOf`, `anyOf` and `oneOf` combine."""
         self._num_read += 1
         if not isinstance(schema, Mapping) or depth == 0 or self._num_read > MAX_SCHEMAS:
             return
@@ -151,13 +152,13 @@ class ToolSchema:
             if isinstance(schema.get(keyword), list):
                 pending += schema[keyword]
         for part in pending:
-            yield from self._parts(part, depth - 1)
+            yield from self._subschemas(part, depth - 1)
 
     def _accepts_all(self, schema: Any) -> bool:
-        return all(self._accepts(schema, value, MAX_DEPTH) for value in ("", "x", 1, 0.5, True, None, [], {}))
+        return all(self._accepts(schema, value, MAX_SCHEMA_DEPTH) for value in ("", "x", 1, 0.5, True, None, [], {}))
 
     def _accepts_any(self, schema: Any, values: Sequence[Any]) -> bool:
-        return any(self._accepts(schema, value, MAX_DEPTH) for value in values)
+        return any(self._accepts(schema, value, MAX_SCHEMA_DEPTH) for value in values)
 
     def _accepts(self, schema: Any, value: Any, depth: int) -> bool:
         """Return whether a schema allows the type of a value and, for `enum` and `const`, the value."""
@@ -169,13 +170,13 @@ class ToolSchema:
         types = schema.get("type")
         types = [types] if isinstance(types, str) else types
         if isinstance(types, list) and types:
-            words = [_TYPES.get(word.strip().lower(), "any") for word in types if isinstance(word, str)]
-            words += ["null"] if schema.get("nullable") is True else []
-            if words and "any" not in words and not any(_has_type(value, word) for word in words):
+            names = [_TYPES.get(name.strip().lower(), "any") for name in types if isinstance(name, str)]
+            names += ["null"] if schema.get("nullable") is True else []
+            if names and "any" not in names and not any(_has_type(value, name) for name in names):
                 return False
-        if isinstance(schema.get("enum"), list) and not any(_same(value, member) for member in schema["enum"]):
+        if isinstance(schema.get("enum"), list) and not any(_json_equal(value, member) for member in schema["enum"]):
             return False
-        if "const" in schema and not _same(value, schema["const"]):
+        if "const" in schema and not _json_equal(value, schema["const"]):
             return False
         reference = schema.get("$ref")
         if isinstance(reference, str) and not self._accepts(resolve_reference(reference, self._root), value, depth - 1):
@@ -190,7 +191,7 @@ class ToolSchema:
 
 
 def _any_of(schemas: Sequence[Any]) -> Any:
-    """Return the schema of values that match one of the schemas; True if there are no schemas."""
+    """Return a schema that accepts values of any of the given schemas; True (any value) if there are no schemas."""
     return True if not schemas else schemas[0] if len(schemas) == 1 else {"anyOf": [*schemas]}
 
 
@@ -201,20 +202,20 @@ def resolve_reference(reference: str, root: Any) -> Any:
     if not reference.startswith("#/"):
         return True
     value = root
-    for word in reference[2:].split("/"):
-        word = re.sub("%([0-9a-fA-F]{2})", lambda match: chr(int(match[1], 16)), word)
-        word = word.replace("~1", "/").replace("~0", "~")
-        if isinstance(value, Mapping) and word in value:
-            value = value[word]
-        elif isinstance(value, list) and word.isdecimal() and int(word) < len(value):
-            value = value[int(word)]
+    for segment in reference[2:].split("/"):
+        segment = re.sub("%([0-9a-fA-F]{2})", lambda match: chr(int(match[1], 16)), segment)
+        segment = segment.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, Mapping) and segment in value:
+            value = value[segment]
+        elif isinstance(value, list) and segment.isdecimal() and int(segment) < len(value):
+            value = value[int(segment)]
         else:
             return True
     return value
 
 
-def _candidates(text: str) -> Iterator[Any]:
-    """Yield the possible values of a text, in the order of `ToolSchema.convert`. The last value is the text."""
+def _possible_values(text: str) -> Iterator[Any]:
+    """Yield the values that a text may represent, in the order of `ToolSchema.convert`. The last value is the text."""
     word = text.strip()
     if word.lower() in ("null", "none"):
         yield None
@@ -237,7 +238,7 @@ def _candidates(text: str) -> Iterator[Any]:
 
 
 def _is_canonical(value: Any, text: str) -> bool:
-    """Return whether a text is the canonical JSON of a value. Always True unless the value is null or a number."""
+    """Return whether a text is the canonical JSON of null or a number. Other values are always canonical."""
     if isinstance(value, bool | str | list | dict):
         return True
     return not isinstance(value, _IntegralFloat) and json.dumps(value) == text.strip()
@@ -246,7 +247,7 @@ def _is_canonical(value: Any, text: str) -> bool:
 class _IntegralFloat(int):
     """Integer that is written with a decimal point, such as 140.0.
 
-    It does not match the type "number", because `_candidates` also yields the float.
+    It does not match the type "number", because `_possible_values` also yields the float.
     """
 
     def __new__(cls, number: float):
@@ -273,7 +274,7 @@ def parse_untyped_value(text: str) -> Any:
 
 
 def normalize_json_value(value: Any, max_levels: int = MAX_LEVELS) -> Any:
-    """Return a parsed JSON or Python value in a form that can be written as JSON in UTF-8.
+    """Return a parsed JSON or Python value that can be written as JSON in UTF-8.
 
     Unpaired surrogates in strings are replaced with U+FFFD. Raises ValueError for numbers that are not finite, for
     integers with more than `MAX_DIGITS` digits, and for more than `max_levels` levels of lists and objects.
@@ -285,7 +286,7 @@ def normalize_json_value(value: Any, max_levels: int = MAX_LEVELS) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("numbers must be finite")
     if isinstance(value, int) and abs(value) >= _MAX_INTEGER:
-        raise ValueError(f"integers must not have more than {MAX_DIGITS} digits")
+        raise ValueError(f"an integer has more than the maximum of {MAX_DIGITS} digits")
     if isinstance(value, list | dict):
         if max_levels == 0:
             raise ValueError(f"more than {MAX_LEVELS} levels of lists and objects")
@@ -298,7 +299,7 @@ def normalize_json_value(value: Any, max_levels: int = MAX_LEVELS) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON whose strings may contain line breaks, and return the value as `normalize_json_value` does.
+    """Parse JSON and normalize the value with `normalize_json_value`. Strings may contain line breaks.
 
     Raises ValueError or RecursionError.
     """
@@ -306,7 +307,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_json_or_python(text: str) -> Any:
-    """Parse JSON (whose strings may contain line breaks) or a Python literal. Return any other text unchanged."""
+    """Parse JSON or a Python literal. Any other text is returned unchanged. JSON strings may contain line breaks."""
     try:
         return parse_json(text)
     except (ValueError, RecursionError):
@@ -355,21 +356,21 @@ def evaluate_literal(node: ast.expr) -> Any:
     raise ValueError(f"{ast.unparse(node)[:60]} is not a literal")
 
 
-def _has_type(value: Any, word: str) -> bool:
-    if word == "null":
+def _has_type(value: Any, type_name: str) -> bool:
+    if type_name == "null":
         return value is None
-    if word == "boolean":
+    if type_name == "boolean":
         return isinstance(value, bool)
     if isinstance(value, bool) or value is None:
         return False
-    if word == "integer":
+    if type_name == "integer":
         return isinstance(value, int)
-    if word == "number":
+    if type_name == "number":
         return isinstance(value, int | float) and not isinstance(value, _IntegralFloat)
-    return isinstance(value, {"string": str, "array": list | tuple, "object": Mapping}[word])
+    return isinstance(value, {"string": str, "array": list | tuple, "object": Mapping}[type_name])
 
 
-def _same(left: Any, right: Any) -> bool:
+def _json_equal(left: Any, right: Any) -> bool:
     """Return whether two JSON values are equal. Unlike in Python, 1 and true differ."""
     if isinstance(left, bool) or isinstance(right, bool):
         return left is right
