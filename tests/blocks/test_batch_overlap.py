@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.blocks.batch_overlap import join_batch, split_batch
+from eqx_decoders.blocks.batch_overlap import cut_batch, join_batch
 from eqx_decoders.cli.xla_flags import options as xla_options
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
@@ -98,14 +98,14 @@ def test_each_device_keeps_its_rows():
     execution = ed.Execution(layout=layout, batch_split=2)
     x = jnp.broadcast_to(jnp.arange(16.0)[:, None, None], (16, 2, 4))
     x = jax.device_put(x, layout.activation_sharding("batch length embed", x.shape))
-    cut = jax.jit(lambda x: tuple(layout.constrain(part, "batch length embed") for part in split_batch(x, execution)))
+    cut = jax.jit(lambda x: tuple(layout.constrain(part, "batch length embed") for part in cut_batch(x, execution)))
     for part in cut(x):
         for shard in part.addressable_shards:
             (begin,) = {shard.index[0].start or 0}
             assert_array_equal(np.asarray(shard.data)[:, 0, 0] // 4, begin // 2)
     text = cut.lower(x).compile().as_text()
     assert not any(name in text for name in ("all-gather", "all-to-all", "collective-permute"))
-    assert_array_equal(join_batch(split_batch(x, execution)), x)
+    assert_array_equal(join_batch(cut_batch(x, execution)), x)
 
 
 @pytest.mark.slow

@@ -162,7 +162,7 @@ def test_every_setting_takes_effect(served_arguments, name):
     flags, effect = EFFECTS[name]
     out, _ = call("serve", *([] if name == "port" else ["--port", 0]), *flags)
     assert effect(served_arguments)
-    assert_names(out, served_arguments.api.name, f"http://127.0.0.1:{asked.address[1]}")
+    assert_names(out, served_arguments.api.name, f"http://127.0.0.1:{served_arguments.address[1]}")
 
 
 @pytest.mark.slow(fast=("keep",))

@@ -12,7 +12,7 @@ from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.parallel_mixers import NamedMixer, ParallelMixersConfig
 from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
 from eqx_decoders.layers.rope import LongRope
-from eqx_decoders.training.step.zigzag import _need_order
+from eqx_decoders.training.step.zigzag import _order_dependent_layers
 from tests.compare import assert_close
 from tests.errors import refused
 from tests.layers.common import context, drawn, normal
@@ -60,9 +60,8 @@ def test_decoder_config_reads_the_properties_of_all_mixers():
     assert ed.describe_model(config).layers == {"Attention and Attention (window 2)": 1}
     # keys, values and positions of the only attention without a window
     assert ed.describe_model(decoder(CONFIG)).bytes_per_token == 2 * 2 * 2 * 4 + 4
-    assert (
-        not list(_need_order(config, ed.Execution())) and len(list(_need_order(decoder(CONFIG), ed.Execution()))) == 1
-    )
+    assert not list(_order_dependent_layers(config, ed.Execution()))
+    assert len(list(_order_dependent_layers(decoder(CONFIG), ed.Execution()))) == 1
 
 
 def test_wrong_parallel_mixers_are_refused():

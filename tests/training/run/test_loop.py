@@ -29,6 +29,7 @@ from eqx_decoders.io.status import takes_time
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.training.evaluation import evaluate
+from eqx_decoders.training.methods import sft
 from eqx_decoders.training.run import evaluate as evaluate_module, loop as run_module, start
 from eqx_decoders.training.run.evaluate import HeldOutEvaluation, SampleEvaluation, errors_as_warnings
 from eqx_decoders.training.run.load_export import load_run
@@ -366,7 +367,7 @@ def test_checkpoint_is_saved_before_a_failing_evaluation(folder):
 
     names = {"evaluate_sets": evaluate_module, "sample_text": evaluate_module, "plot_losses": run_module}
     patches = [mock.patch.object(module, name, failing(name)) for name, module in names.items()]
-    patches += [mock.patch.object(module, "all_gather_json", gathered) for module in (run_module, start, texts)]
+    patches += [mock.patch.object(module, "all_gather_json", gathered) for module in (run_module, start, sft)]
     patches += [
         mock.patch.object(CheckpointSaver, "save", saved),
         mock.patch.object(MetricsReporter, "report", reported),

@@ -234,13 +234,13 @@ def test_non_finite_step_changes_nothing(case, poison):
     kept = host(before)
     after, (skipped,) = advanced(case.trainer, before, [bad])
     assert not first.skipped and skipped.skipped and not np.isfinite(skipped.loss)
-    assert same_bits(after.model, kept.model) and assert_same_bits(after.optimizer, kept.optimizer)
+    assert same_bits(after.model, kept.model) and same_bits(after.optimizer, kept.optimizer)
     assert (int(after.step), int(after.skipped)) == (2, 1)
     assert float(skipped.learning_rate) == pytest.approx(0.05)
 
     went_on, (last,) = advanced(case.trainer, after, [good])
     never, (_, want) = advanced(case.trainer, first_state(case.trainer, model), [good, good])
-    assert same_bits(went_on.model, never.model) and assert_same_bits(went_on.optimizer, never.optimizer)
+    assert same_bits(went_on.model, never.model) and same_bits(went_on.optimizer, never.optimizer)
     assert (
         float(last.learning_rate) == float(want.learning_rate) == pytest.approx(0.05)
     )  # the rate of the third step is not used
@@ -262,7 +262,7 @@ def test_non_finite_loss_or_gradient_skips_the_step(case):
         assert np.isfinite(getattr(metrics, finite))
         assert np.isfinite(metrics.loss) != np.isfinite(metrics.grad_norm)
         assert metrics.skipped and (int(after.step), int(after.skipped)) == (1, 1)
-        assert same_bits(after.model, kept.model) and assert_same_bits(after.optimizer, kept.optimizer)
+        assert same_bits(after.model, kept.model) and same_bits(after.optimizer, kept.optimizer)
 
 
 def test_empty_batch_gives_zero_loss_and_gradient(case):
@@ -303,7 +303,7 @@ def test_steps_are_compiled_once(case, compilations):
 def test_equal_seeds_give_equal_bits(case):
     state, rows = advanced(case.trainer, case.start(), [batch_of()] * 2)
     want, others = case.two_steps
-    assert same_bits(state, want) and assert_same_bits(rows, others)
+    assert same_bits(state, want) and same_bits(rows, others)
 
 
 @pytest.mark.slow(fast=("1",))
