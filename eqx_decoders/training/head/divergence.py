@@ -1,4 +1,4 @@
-"""Divergence between a model's distribution and a teacher's: of two heads, tile by tile, or of a teacher's top ids."""
+"""Divergence of a student's distribution from a teacher's: over all ids of two heads, or over the teacher's top ids."""
 
 import dataclasses
 import functools
@@ -20,15 +20,16 @@ DivergenceKind = Literal["forward", "reverse", "jsd"]
 
 
 class Divergence(NamedTuple):
-    """Kind of divergence of a student p from a teacher q.
+    """Kind of divergence of a student's distribution p from a teacher's distribution q.
 
     **Arguments:**
 
-    - `kind`: `"forward"`, `sum q (log q - log p)`; `"reverse"`, `sum p (log p - log q)`; `"jsd"`,
-        `beta KL(q | m) + (1 - beta) KL(p | m)` with `m = beta q + (1 - beta) p` (GKD, Agarwal et al. 2024).
-    - `beta`: of `"jsd"`, between 0 and 1.
-    - `scaled`: divide `"jsd"` by `beta (1 - beta)`: then its limits for beta towards 0 and 1 are the forward and the
-        reverse divergence, and not 0.
+    - `kind`: `"forward"`: `sum q (log q - log p)`; `"reverse"`: `sum p (log p - log q)`; `"jsd"`: the generalized
+        Jensen–Shannon divergence `beta KL(q | m) + (1 - beta) KL(p | m)` with `m = beta q + (1 - beta) p` (GKD, Agarwal
+        et al. 2024).
+    - `beta`: weight of the teacher in `"jsd"`, between 0 and 1.
+    - `scaled`: divide `"jsd"` by `beta (1 - beta)`. Its limits for beta towards 0 and 1 are then the forward and the
+        reverse divergence; without the division both limits are 0.
     """
 
     kind: DivergenceKind = "forward"
@@ -36,54 +37,66 @@ class Divergence(NamedTuple):
     scaled: bool = True
 
     def checked(self) -> "Divergence":
-        """Raise ConfigError for an unknown kind and for a beta out of range."""
+        """Return the divergence. Raises ConfigError for an unknown kind and, with `"jsd"`, for a beta out of range."""
         check_option("Divergence.kind", self.kind, ("forward", "reverse", "jsd"))
         if self.kind == "jsd":
             check_number("Divergence.beta", self.beta, above=0.0)
-            check(self.beta < 1, f"Divergence.beta={self.beta} must be below 1: use kind='reverse' for that limit.")
+            check(
+                self.beta < 1, f"Divergence.beta={self.beta} must be less than 1. For the limit 1, use kind='reverse'."
+            )
         return self
 
     def terms(self, log_p: Array, log_q: Array) -> tuple[Array, Array]:
-        """Return the terms of the sum over ids, and their derivatives by `log_p`."""
+        """Return the terms of the sum over ids, and the derivatives of the terms with respect to `log_p`."""
         p, q = jnp.exp(log_p), jnp.exp(log_q)
         if self.kind == "forward":
-            return _product(q, log_q - log_p), -q
+            return _weighted(q, log_q - log_p), -q
         if self.kind == "reverse":
-            terms = _product(p, log_p - log_q)
+            terms = _weighted(p, log_p - log_q)
             return terms, terms + p
         log_m = jnp.logaddexp(log_q + jnp.log(self.beta), log_p + jnp.log1p(-self.beta))
         scale = 1 / (self.beta * (1 - self.beta)) if self.scaled else 1.0
-        to_p = scale * (1 - self.beta) * _product(p, log_p - log_m)
-        # d/dlog p: through m both KLs give -(1 - beta) p, and log p itself + (1 - beta) p: they cancel
-        return scale * self.beta * _product(q, log_q - log_m) + to_p, to_p
+        student_terms = scale * (1 - self.beta) * _weighted(p, log_p - log_m)
+        # `student_terms` are also the derivatives: the other parts of the derivative cancel. These are -(1 - beta) p
+        # from log m, summed over both KLs, and (1 - beta) p from log p.
+        return scale * self.beta * _weighted(q, log_q - log_m) + student_terms, student_terms
 
 
-def _product(weight: Array, value: Array) -> Array:
-    return jnp.where(weight > 0, weight * value, 0.0)
+def _weighted(probs: Array, values: Array) -> Array:
+    """Multiply values by probabilities. The product is 0 if the probability is 0, also for an infinite value."""
+    return jnp.where(probs > 0, probs * values, 0.0)
 
 
 def top_divergence(
     log_probs: Float[Array, "*batch top"], teacher: Float[Array, "*batch top"], divergence: Divergence = Divergence()
 ) -> Float[Array, "*batch"]:
-    """Compute the divergence over a teacher's likeliest ids and one cell for all others.
+    """Compute the divergence over a teacher's most likely ids and one class for all other ids.
 
-    `log_probs` are the student's of the same ids. The tail's cell, `log(1 - sum p)`, makes it a lower bound of the
-    whole divergence, equal where there is a single other id; a sum of the ids alone would push mass anywhere.
+    The result is a lower bound of the divergence over all ids, and equal to it if there is a single other id. Without
+    the class of other ids, whose probability is `1 - sum p`, the loss would not determine where the student puts the
+    remaining probability.
+
+    **Arguments:**
+
+    - `log_probs`: the student's log-probs of the teacher's most likely ids, in nats.
+    - `teacher`: the teacher's log-probs of the same ids. They have no gradient.
+    - `divergence`: kind of the divergence.
     """
     divergence = divergence.checked()
 
-    def with_tail(x: Array) -> Array:
-        inside = jnp.minimum(jax.nn.logsumexp(x, axis=-1, keepdims=True), -1e-7)
-        return jnp.concatenate([x, log1mexp(inside)], axis=-1)
+    def with_other_ids(x: Array) -> Array:
+        log_prob_of_top = jnp.minimum(jax.nn.logsumexp(x, axis=-1, keepdims=True), -1e-7)
+        return jnp.concatenate([x, log1mexp(log_prob_of_top)], axis=-1)
 
-    return jnp.sum(_terms(divergence, with_tail(log_probs), lax.stop_gradient(with_tail(teacher))), axis=-1)
+    terms = _terms(divergence, with_other_ids(log_probs), lax.stop_gradient(with_other_ids(teacher)))
+    return jnp.sum(terms, axis=-1)
 
 
 def log1mexp(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Compute `log(1 - exp(x))` for `x < 0` without cancellation (Mächler 2012)."""
-    near = x > -0.6931472
-    first = jnp.log(-jnp.expm1(jnp.where(near, x, -1.0)))
-    return jnp.where(near, first, jnp.log1p(-jnp.exp(jnp.where(near, -1.0, x))))
+    is_near_zero = x > -0.6931472  # -log(2)
+    for_near_zero = jnp.log(-jnp.expm1(jnp.where(is_near_zero, x, -1.0)))
+    return jnp.where(is_near_zero, for_near_zero, jnp.log1p(-jnp.exp(jnp.where(is_near_zero, -1.0, x))))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -93,8 +106,8 @@ def _terms(divergence: Divergence, log_p: Array, log_q: Array) -> Array:
 
 @_terms.defjvp
 def _terms_jvp(divergence: Divergence, values: Any, tangents: Any) -> Any:
-    terms, slopes = divergence.terms(*values)
-    return terms, slopes * tangents[0]  # none to the teacher
+    terms, derivatives = divergence.terms(*values)
+    return terms, derivatives * tangents[0]  # tangents[1] is of the teacher, which has no gradient
 
 
 def linear_divergence(
@@ -107,119 +120,145 @@ def linear_divergence(
     teacher_form: HeadForm,
     divergence: Divergence = Divergence(),
 ) -> Float[Array, "batch length"]:
-    """Compute the divergence at each position of two models with one vocabulary, a tile of positions at a time.
+    """Compute the divergence of a student from a teacher at each position, in tiles of positions.
 
-    The forms' temperatures soften both; where that is `T`, multiply by `T^2` to keep the size of gradients (Hinton et
-    al. 2015). Gradients go to `hidden` and `head` alone. Neither model's logits are ever held for all positions; the
-    gradient computes both again: two products of the teacher's and four of the student's.
+    The logits of the complete batch are never stored. The gradient is with respect to `hidden` and `head`. The forward
+    pass computes the logits of both models twice, first for the normalizers; the backward pass computes them again.
 
-    Raises ConfigError for heads of different vocabularies.
+    **Arguments:**
+
+    - `hidden`, `head`: inputs and weights of the student's output head.
+    - `teacher_hidden`, `teacher_head`: inputs and weights of the teacher's output head.
+    - `form`, `teacher_form`: functions from the inputs to the logits of the student and of the teacher. If both have
+        the temperature `T`, multiply the result by `T^2`, so that the size of gradients does not depend on `T` (Hinton
+        et al. 2015).
+    - `divergence`: kind of the divergence.
+
+    Raises ConfigError if the vocabularies of the two heads have different sizes.
     """
     form.check_kernel("linear_divergence", hidden, head.kernel)
     teacher_form.check_kernel("linear_divergence teacher", teacher_hidden, teacher_head.kernel)
-    ids = head.kernel.shape[0 if form.tied else 1], teacher_head.kernel.shape[0 if teacher_form.tied else 1]
-    rule = f"linear_divergence: a student with {ids[0]} ids and a teacher with {ids[1]} have no common vocabulary:"
-    check(ids[0] == ids[1], f"{rule} cut both kernels to the ids that both mean.")
-    sizes = hidden.shape[2], teacher_hidden.shape[2]
-    most = form.tiles.head_bytes  # of both heads together
-    most = None if most is None else max(1, most * sizes[0] // sum(sizes))
-    form = dataclasses.replace(form, tiles=form.tiles._replace(head_bytes=most))
-    forms = _Forms(form, teacher_form, divergence.checked())
-    return _divergence(forms, hidden, head, *lax.stop_gradient((teacher_hidden, teacher_head)))
+    vocab_size = head.kernel.shape[0 if form.tied else 1]
+    teacher_vocab_size = teacher_head.kernel.shape[0 if teacher_form.tied else 1]
+    check(
+        vocab_size == teacher_vocab_size,
+        f"linear_divergence: the student's head has {vocab_size} ids and the teacher's head {teacher_vocab_size}, but "
+        "both must have the same vocabulary. Slice both kernels to the ids that the vocabularies have in common.",
+    )
+    embed, teacher_embed = hidden.shape[2], teacher_hidden.shape[2]
+    head_bytes = form.tiles.head_bytes  # for both heads together
+    student_bytes = None if head_bytes is None else max(1, head_bytes * embed // (embed + teacher_embed))
+    form = dataclasses.replace(form, tiles=form.tiles._replace(head_bytes=student_bytes))
+    heads = _Heads(form, teacher_form, divergence.checked())
+    return _divergence(heads, hidden, head, *lax.stop_gradient((teacher_hidden, teacher_head)))
 
 
-class _Forms(NamedTuple):
+class _Heads(NamedTuple):
+    """Static arguments of the loss: how both heads compute logits, and the divergence."""
+
     student: HeadForm
     teacher: HeadForm
     divergence: Divergence
 
-    def mapped(self, function: Callable[..., Any], outputs: Callable[[HeadSplit], Any], *arguments: Any) -> Any:
-        """Map `function(student, teacher, hidden, teacher_hidden, *of tokens)`, heads and tiles, over the devices."""
-        hidden, head, teacher_hidden, teacher_head, *others = arguments
-        split = self.student.split(hidden, head.kernel)
-        teachers_split = self.teacher.split(teacher_hidden, teacher_head.kernel)
-        teachers_form = dataclasses.replace(self.teacher, tiles=self.student.tiles)
+    def shard_map(self, function: Callable[..., Any], outputs: Callable[[HeadSplit], Any], *arguments: Any) -> Any:
+        """Run a function on each device of the mesh.
 
-        def on_device(hidden, head, teacher_hidden, teacher_head, *others):
+        **Arguments:**
+
+        - `function`: called as `function(student, teacher, hidden, teacher_hidden, *values)` with each `DeviceHead`.
+            The hidden states and `values` are split into tiles.
+        - `outputs`: returns the partition specs of the results of `function`.
+        - `arguments`: `hidden, head, teacher_hidden, teacher_head, *values`. `values` have an element for each token.
+        """
+        hidden, head, teacher_hidden, teacher_head, *values = arguments
+        split = self.student.split(hidden, head.kernel)
+        teacher_split = self.teacher.split(teacher_hidden, teacher_head.kernel)
+        teacher_form = dataclasses.replace(self.teacher, tiles=self.student.tiles)
+
+        def on_device(hidden, head, teacher_hidden, teacher_head, *values):
             student = DeviceHead.create(self.student, split, hidden, head)
-            teacher = DeviceHead.create(teachers_form, teachers_split, teacher_hidden, teacher_head)
-            return function(student, teacher, *student.split_tiles(hidden, teacher_hidden, *others))
+            teacher = DeviceHead.create(teacher_form, teacher_split, teacher_hidden, teacher_head)
+            return function(student, teacher, *student.split_tiles(hidden, teacher_hidden, *values))
 
         if split.layout.single:
             return on_device(*arguments)
-        specs = (split.tokens, split.head, split.tokens, teachers_split.head, *(split.tokens for _ in others))
+        specs = (split.tokens, split.head, split.tokens, teacher_split.head, *(split.tokens for _ in values))
         return split.layout.shard_map(on_device, specs, outputs(split))(*arguments)
 
 
-def _teachers_logits(student: DeviceHead, teacher: DeviceHead, part: VocabPart) -> Callable[[Array], Array]:
-    """Gather the teacher's features of a student's part, now; return the map from a tile of its hidden states."""
+def _teacher_logits(student: DeviceHead, teacher: DeviceHead, part: VocabPart) -> Callable[[Array], Array]:
+    """Return a function from the teacher's hidden states of a tile to its logits, for the ids of a student's part.
+
+    The teacher's kernel is gathered in this function, once for all tiles.
+    """
     teacher = dataclasses.replace(teacher, parts=student.parts, width=student.width)
-    ids = teacher.part(part.number, teacher.gather_kernel(part.number))
-    (kernel, _), (dimension, _) = teacher.form.kernels(ids.head.kernel)
-    return lambda hidden: teacher.form.logits(hidden, kernel, dimension, ids.head.bias)
+    teacher_part = teacher.part(part.number, teacher.gather_kernel(part.number))
+    (kernel, _), (dimension, _) = teacher.form.kernels(teacher_part.head.kernel)
+    return lambda hidden: teacher.form.logits(hidden, kernel, dimension, teacher_part.head.bias)
 
 
-def _forward(forms: _Forms, hidden: Array, head: HeadWeights, teacher_hidden: Array, teacher_head: HeadWeights) -> Any:
-    """Return divergence, sum of its slopes, and both normalizers."""
+def _forward(heads: _Heads, hidden: Array, head: HeadWeights, teacher_hidden: Array, teacher_head: HeadWeights) -> Any:
+    """Return four values per position: the divergence, the sum of its derivatives, and the two normalizers."""
 
     def on_device(student, teacher, hidden, teacher_hidden):
-        none = jnp.zeros((*hidden.shape[:-1], 0), jnp.int32)
-        normalizers = tuple(
-            head.sums(tiles, none)[0].normalizer for head, tiles in ((student, hidden), (teacher, teacher_hidden))
-        )
+        no_targets = jnp.zeros((*hidden.shape[:-1], 0), jnp.int32)
+        normalizer = student.sums(hidden, no_targets)[0].normalizer
+        teacher_normalizer = teacher.sums(teacher_hidden, no_targets)[0].normalizer
 
         def prepare(part: VocabPart) -> Any:
-            teachers = _teachers_logits(student, teacher, part)
+            teacher_logits = _teacher_logits(student, teacher, part)
 
-            def step(logits, values, before):
-                logits = logits, teachers(values[0])
-                log_probs = (x - normalizer[..., None] for x, normalizer in zip(logits, values[1], strict=True))
-                terms = (part.without_repeated(x, 0.0) for x in forms.divergence.terms(*log_probs))
-                return tuple(each + jnp.sum(x, axis=-1) for each, x in zip(before, terms, strict=True))
+            def add_terms(logits, values, sums):
+                teacher_hidden, normalizer, teacher_normalizer = values
+                log_p = logits - normalizer[..., None]
+                log_q = teacher_logits(teacher_hidden) - teacher_normalizer[..., None]
+                terms = (part.without_repeated(x, 0.0) for x in heads.divergence.terms(log_p, log_q))
+                return tuple(total + jnp.sum(x, axis=-1) for total, x in zip(sums, terms, strict=True))
 
-            return step
+            return add_terms
 
-        begin = float32_zeros((normalizers[0], normalizers[0]))
-        sums = student.over_logits(hidden, (teacher_hidden, normalizers), prepare, begin)[0]
-        return jax.tree.map(student.join_tiles, (*student.split.sum_over_ids(sums), *normalizers))
+        values = (teacher_hidden, normalizer, teacher_normalizer)
+        zeros = float32_zeros((normalizer, normalizer))
+        sums = student.split.sum_over_ids(student.over_logits(hidden, values, prepare, zeros)[0])
+        return jax.tree.map(student.join_tiles, (*sums, normalizer, teacher_normalizer))
 
-    return forms.mapped(on_device, lambda split: (split.tokens,) * 4, hidden, head, teacher_hidden, teacher_head)
+    return heads.shard_map(on_device, lambda split: (split.tokens,) * 4, hidden, head, teacher_hidden, teacher_head)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _divergence(forms: _Forms, *arguments: Any) -> Array:
-    return _forward(forms, *arguments)[0]
+def _divergence(heads: _Heads, *arguments: Any) -> Array:
+    return _forward(heads, *arguments)[0]
 
 
-def _forward_saved(forms: _Forms, *arguments: Any) -> Any:
-    found, *rest = _forward(forms, *arguments)
-    return found, (arguments, rest)
+def _forward_saved(heads: _Heads, *arguments: Any) -> Any:
+    divergence, *saved = _forward(heads, *arguments)
+    return divergence, (arguments, saved)
 
 
-def _backward(forms: _Forms, saved: Any, cotangent: Array) -> Any:
-    arguments, (slopes, *normalizers) = saved
+def _backward(heads: _Heads, saved: Any, cotangent: Array) -> Any:
+    arguments, (derivative_sums, normalizer, teacher_normalizer) = saved
 
     def on_device(student, teacher, hidden, *values):
         def prepare(part: VocabPart) -> Any:
-            teachers = _teachers_logits(student, teacher, part)
+            teacher_logits = _teacher_logits(student, teacher, part)
 
-            def by_logits(logits, values):
-                """Compute `cotangent (f' - p sum f')`, f' being the slopes by log-probs."""
-                teacher_hidden, cotangent, sums, normalizer, teachers_normalizer = values
+            def logit_gradient(logits, values):
+                """Compute `cotangent (d - p sum d)`, where d are the derivatives with respect to log-probs."""
+                teacher_hidden, cotangent, derivative_sums, normalizer, teacher_normalizer = values
                 log_p = logits - normalizer[..., None]
-                log_q = teachers(teacher_hidden) - teachers_normalizer[..., None]
-                slopes = forms.divergence.terms(log_p, log_q)[1]
-                return cotangent[..., None] * (slopes - jnp.exp(log_p) * sums[..., None])
+                log_q = teacher_logits(teacher_hidden) - teacher_normalizer[..., None]
+                derivatives = heads.divergence.terms(log_p, log_q)[1]
+                return cotangent[..., None] * (derivatives - jnp.exp(log_p) * derivative_sums[..., None])
 
-            return by_logits
+            return logit_gradient
 
         to_hidden, to_head = student.gradients(hidden, values, prepare)
         return student.join_tiles(to_hidden), to_head
 
-    values = (cotangent, slopes, *normalizers)
-    slopes = forms.mapped(on_device, lambda split: (split.tokens, split.head_gradient), *arguments, *values)
-    slopes = jax.tree.map(lambda x, like: x.astype(like.dtype), slopes, arguments[:2])
-    return *slopes, *jax.tree.map(jnp.zeros_like, arguments[2:])
+    values = (cotangent, derivative_sums, normalizer, teacher_normalizer)
+    gradients = heads.shard_map(on_device, lambda split: (split.tokens, split.head_gradient), *arguments, *values)
+    gradients = jax.tree.map(lambda x, like: x.astype(like.dtype), gradients, arguments[:2])
+    return *gradients, *jax.tree.map(jnp.zeros_like, arguments[2:])
 
 
 _divergence.defvjp(_forward_saved, _backward)
