@@ -1,4 +1,4 @@
-"""Floating-point operations that a model needs, by counting, and that a device can do."""
+"""FLOPs that a model needs per token, counted from its configuration, and FLOP/s of devices."""
 
 import dataclasses
 import math
@@ -20,8 +20,9 @@ from eqx_decoders.sharding.chips import chip_of
 from eqx_decoders.sharding.layout import Layout
 
 
-# Dense bf16 products of GPUs, from the vendor's data sheets (without sparsity); those of TPUs are in `sharding.chips`.
-_GPU_FLOPS = (  # the first that begins the name; SXM where nothing else is said
+# Dense bf16 FLOP/s of GPUs, from the vendor's data sheets (without sparsity). `sharding.chips` has those of TPUs.
+# The first entry with which the name of the device starts is used; names without a form factor are SXM modules.
+_GPU_FLOPS = (
     ("NVIDIA A100", 312e12),
     ("NVIDIA H100 PCIe", 756e12),
     ("NVIDIA H100 NVL", 835e12),
@@ -31,38 +32,41 @@ _GPU_FLOPS = (  # the first that begins the name; SXM where nothing else is said
     ("NVIDIA B200", 2250e12),
 )
 
-_HEAD = sys.maxsize  # the last place that a weight can have
+# Stages of a forward pass, in order: embedding tables, each run of scanned layers, and everything after them
+_EMBEDDING_STAGE = 0
+_FIRST_LAYER_STAGE = 1
+_HEAD_STAGE = sys.maxsize
 
 
 def matmul_parameters(config: DecoderConfig) -> int:
-    """Count the weights that multiply every token: all matrices with the head, without tables that are looked up.
+    """Count the parameters by which each token is multiplied: all matrices including the output head.
 
-    Of experts as many as a token uses; the head once more for each depth of multi-token prediction.
+    Tables that are looked up are not counted. Experts count as often as a token uses them. The head counts once more
+    for each depth of multi-token prediction.
     """
-    return sum(_products(abstract(config)).values())
+    return sum(_matmul_parameters_by_path(abstract(config)).values())
 
 
-def _products(model: Decoder) -> dict[str, int]:
-    """Return the weights of each matrix that multiply a token, by its path; those of encoders multiply patches."""
-    config, words, active, products = model.config, axes(model), active_parameters(model), {}
+def _matmul_parameters_by_path(model: Decoder) -> dict[str, int]:
+    """Return the number of parameters of each matrix that multiplies tokens. Encoders multiply patches, not tokens."""
+    config, axis_names, active, parameters = model.config, axes(model), active_parameters(model), {}
     for name, size in active.items():
-        inside = [word for word in words[name] if word != "layers"]
-        looked_up = (
-            name.startswith(("vision.", "audio."))
-            or name == "positions.table"
-            or (name == "embedding.table" and not config.tied)
-        )
-        if len(inside) >= 2 and size > 0 and not looked_up and not name.endswith("_bias"):
-            products[name] = (
-                size * (1 + config.mtp.num_depths) if "vocab" in inside and config.mtp is not None else size
-            )
-    if config.mtp is not None and config.mtp.all_streams:  # each stream by the same matrix
-        products["mtp.depth.stream_kernel"] *= config.residual.streams
+        matrix_axes = [axis for axis in axis_names[name] if axis != "layers"]
+        is_encoder = name.startswith(("vision.", "audio."))
+        is_table = name == "positions.table" or (name == "embedding.table" and not config.tied)
+        if len(matrix_axes) < 2 or size == 0 or is_encoder or is_table or name.endswith("_bias"):
+            continue
+        is_head = "vocab" in matrix_axes
+        parameters[name] = size * (1 + config.mtp.num_depths) if is_head and config.mtp is not None else size
+    if config.mtp is not None and config.mtp.all_streams:  # the same matrix multiplies each residual stream
+        parameters["mtp.depth.stream_kernel"] *= config.residual.streams
     shared = config.shared_transformer
     if shared is not None:  # each layer that uses it multiplies by one of its blocks
         uses = sum(getattr(block.mixer, "transformer", None) == shared for block in config.blocks)
-        products |= {n: size * uses // shared.count for n, size in products.items() if n.startswith("shared.")}
-    return products
+        parameters |= {
+            name: size * uses // shared.count for name, size in parameters.items() if name.startswith("shared.")
+        }
+    return parameters
 
 
 def flops_per_token(
@@ -74,48 +78,65 @@ def flops_per_token(
 ) -> float:
     """Compute the FLOPs of a training step per token: `6 N + 12 * sum over layers of (heads * head_dim * keys)`.
 
-    N are the weights that multiply; keys are `seq_len`, or the window where there is one (Chowdhery et al. 2022,
-    appendix B: a causal mask is not counted as half). head_dim is the mean of a query's and a value's, keys and values
-    of latent attention being made from their latent; of a recurrent layer the products with its state count.
-    Recomputation is not counted. Without `backward` a third of it, and no multi-token prediction.
+    N is the number of parameters of `matmul_parameters`. `keys` is `seq_len`, or the window size of windowed attention.
+    The count follows Chowdhery et al. 2022, appendix B: a causal mask does not halve it, and recomputed activations are
+    not counted. `head_dim` is the mean of the sizes of a query and a value; for latent attention, these are the sizes
+    after the projection from the latent. A recurrent layer counts the products with its state.
 
-    `trainable` are the paths of the weights that are trained, None for all. Others cost 4 and not 6: forward, and the
-    gradient through them to what is trained before them; where nothing is, 2.
+    **Arguments:**
+
+    - `model`: a model or its configuration.
+    - `seq_len`: number of tokens of a sequence.
+    - `trainable`: paths of the trained weights. None: all weights are trained. A frozen weight has no gradient and
+        costs 4 instead of 6 FLOPs per parameter, or 2 if no weight before it is trained, because then the gradient of
+        its input is not needed.
+    - `backward`: whether to count the backward pass. Without it, the FLOPs are a third, and multi-token prediction is
+        not counted.
     """
     if isinstance(model, DecoderConfig):
         model = abstract(model if backward else dataclasses.replace(model, mtp=None))
-    config, products = model.config, _products(model)
-    trained = () if not backward else named_leaves(model) if trainable is None else trainable
-    first = min(map(_place, trained), default=_HEAD + 1)
+    config, parameters = model.config, _matmul_parameters_by_path(model)
+    if not backward:
+        trainable = ()
+    elif trainable is None:
+        trainable = named_leaves(model)
+    first_trained = min(map(_stage, trainable), default=_HEAD_STAGE + 1)
     total = 0
-    for name, size in products.items():
-        place = _HEAD if name == "embedding.table" else _place(name)
-        total += size * ((4 if place >= first else 2) + 2 * (name in trained))
-    stacks = [
-        (_place(f"scanned_layers.{i}"), unit * repeats) for i, (unit, repeats) in enumerate(find_repeats(config.blocks))
+    for name, size in parameters.items():
+        stage = _HEAD_STAGE if name == "embedding.table" else _stage(name)  # a tied table multiplies as the head
+        total += size * ((4 if stage >= first_trained else 2) + 2 * (name in trainable))
+    runs = [
+        (_FIRST_LAYER_STAGE + index, unit * repeats)
+        for index, (unit, repeats) in enumerate(find_repeats(config.blocks))
     ]
-    ahead = () if config.mtp is None else (config.mtp.block,) * config.mtp.num_depths
-    for place, blocks in (*stacks, (_HEAD, ahead)):
+    mtp_blocks = () if config.mtp is None else (config.mtp.block,) * config.mtp.num_depths
+    for stage, blocks in (*runs, (_HEAD_STAGE, mtp_blocks)):
         for block in blocks:
-            counts = (layer.token_products(seq_len) for layer in block.branches().values())
-            total += sum(counts) * (6 if place >= first else 2)
+            products = sum(layer.token_products(seq_len) for layer in block.branches().values())
+            total += products * (6 if stage >= first_trained else 2)
     return float(total)
 
 
-def _place(name: str) -> int:
-    """Return the position of a weight on the way from tokens to logits: tables, then the scanned layers in order."""
+def _stage(name: str) -> int:
+    """Return the stage of the forward pass in which a weight is used first, given the path of the weight."""
     part, index, *_ = (*name.split("."), "")
-    return (
-        1 + int(index)
-        if part == "scanned_layers"
-        else {"embedding": 0, "positions": 0, "per_layer_embedding": 0, "shared": 1}.get(part, _HEAD)
-    )
+    if part == "scanned_layers":
+        return _FIRST_LAYER_STAGE + int(index)
+    if part in ("embedding", "positions", "per_layer_embedding"):
+        return _EMBEDDING_STAGE
+    return _FIRST_LAYER_STAGE if part == "shared" else _HEAD_STAGE
 
 
 def device_flops(layout: Layout, dtype: DTypeLike, peak_tflops: float | None = None) -> float:
-    """Return the FLOP/s of all the layout's devices together: the given figure, the data sheet's, or a measured one.
+    """Return the peak FLOP/s of all devices of a layout together.
 
-    Data sheets are of bf16; measured is a product in `dtype`. Devices of a CPU share it, so it counts once.
+    The devices of a CPU backend share its cores, so that they count as one device.
+
+    **Arguments:**
+
+    - `layout`: the devices.
+    - `dtype`: dtype of the products that are measured for devices without a data sheet. Data sheets are for bf16.
+    - `peak_tflops`: peak TFLOP/s of a device. None: use the data sheet, or measure.
     """
     count = 1 if layout.mesh is None or layout.backend.devices_share_cores else layout.mesh.size
     known = peak_flops(layout.device.device_kind) if peak_tflops is None else peak_tflops * 1e12
@@ -123,7 +144,7 @@ def device_flops(layout: Layout, dtype: DTypeLike, peak_tflops: float | None = N
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Return the dense bf16 FLOP/s of one device, by its `jax.Device.device_kind`; None without a data sheet."""
+    """Return the dense bf16 FLOP/s of a device by its `jax.Device.device_kind`; None for an unknown device."""
     chip = chip_of(device_kind)
     if chip is not None:
         return chip.bf16 / chip.devices
@@ -131,13 +152,13 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def measured_flops(dtype: DTypeLike = jnp.float32, *, size: int = 2048, repeats: int = 5) -> float:
-    """Measure the FLOP/s of a `size`-cubed product on the default device, the best of several."""
+    """Measure the FLOP/s of a product of two `[size, size]` matrices on the default device: the best of `repeats`."""
     x = jnp.ones((size, size), dtype)
     product = jax.jit(jnp.matmul)
     product(x, x).block_until_ready()
-    best = math.inf
+    seconds = math.inf
     for _ in range(repeats):
-        begin = time.perf_counter()
+        start = time.perf_counter()
         product(x, x).block_until_ready()
-        best = min(best, time.perf_counter() - begin)
-    return 2.0 * size**3 / best
+        seconds = min(seconds, time.perf_counter() - start)
+    return 2.0 * size**3 / seconds
