@@ -2,7 +2,7 @@
 
 python scripts/convert.py import Qwen/Qwen3-0.6B runs/qwen
 python scripts/convert.py export runs/tiny exported/tiny --dtype bfloat16
-python scripts/convert.py merge runs/tuned/adapter merged/tuned
+python scripts/convert.py merge adapter merged/tuned
 python scripts/convert.py gguf exported/tiny tiny.gguf --dtype q8_0
 python scripts/convert.py verify exported/tiny
 python scripts/convert.py compare path/to/NewModel

@@ -3,7 +3,7 @@
     python scripts/generate.py --run-dir runs/tiny --prompt "def main("
     python scripts/generate.py --model Qwen/Qwen3-0.6B --prompt "What is a decoder?"
     python scripts/generate.py --model Qwen/Qwen3-VL-2B-Instruct --image cat.png --prompt "What is this?"
-    python scripts/generate.py --model Qwen/Qwen3-0.6B --adapter runs/tuned/adapter --prompt "What is a decoder?"
+    python scripts/generate.py --model Qwen/Qwen3-0.6B --adapter adapter --prompt "What is a decoder?"
     python scripts/generate.py --model path/to/Llama-3.1-70B-Instruct --mesh.tensor 8
 
 If the model has a chat template, the prompt is a user message; otherwise, and with --no-chat, the prompt is continued.

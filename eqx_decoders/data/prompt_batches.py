@@ -9,7 +9,6 @@ import functools
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -276,10 +275,6 @@ class PromptBatches:
     def epochs(self) -> float:
         """Number of passes over the prompts so far."""
         return self._num_taken / len(self.prompts.prompts)
-
-    def steps_of_epochs(self, epochs: float) -> int:
-        """Return the number of steps that pass over the prompts `epochs` times; at least 1."""
-        return max(1, math.ceil(epochs * len(self.prompts.prompts) / self._count))
 
     def source_epochs(self) -> Mapping[str, float]:
         """Return an empty mapping: mixtures of prompts are not supported."""

@@ -17,6 +17,7 @@ from eqx_decoders.data.dataset import prepare_tokenizer
 from eqx_decoders.data.host_rows import host_rows
 from eqx_decoders.data.media_documents import ProcessorReader, SyntheticReader
 from eqx_decoders.data.media_reader import MediaReader
+from eqx_decoders.data.prompt_batches import PromptBatches
 from eqx_decoders.data.synthetic_images import write_questions
 from eqx_decoders.encoders.media_config import placeholders
 from eqx_decoders.errors import CheckpointError, ConfigError, check
@@ -127,7 +128,7 @@ class Run:
             stack=stack,
         )
         opened = methods[config.method](start)
-        if config.epochs is not None:
+        if config.epochs is not None and not isinstance(opened.data, PromptBatches):
             steps = opened.data.steps_of_epochs(config.epochs)
             print_status(f"{config.epochs:g} epochs are {steps:,} steps")
             config = dataclasses.replace(config, steps=steps, epochs=None)

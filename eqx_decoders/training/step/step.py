@@ -117,12 +117,10 @@ class Trainer(eqx.Module):
         - `loss`: loss that a step minimizes. None: the cross-entropy of next tokens.
         - `idle_steps`: number of first steps that do not change the weights. The schedule starts after them.
         """
-        transformation = None
-        if not isinstance(optimizer, OptimizerConfig):
-            transformation, optimizer = optimizer, OptimizerConfig(max_grad_norm=None)
+        settings = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig(max_grad_norm=None)
         offload = model.execution.layout.offload
         check(
-            transformation is None or offload == Offload(),
+            settings is optimizer or offload == Offload(),
             f"Layout.offload={offload} needs an OptimizerConfig, not an optimizer of optax.",
         )
         check(
@@ -130,7 +128,7 @@ class Trainer(eqx.Module):
             f"StepConfig.qk_clip_threshold={config.qk_clip_threshold} needs latent attention, which this model does "
             "not have.",
         )
-        check_offload(offload, axes(model), optimizer)
+        check_offload(offload, axes(model), settings)
         check(
             not offload.weights or config.qk_clip_threshold is None,
             f"Offload.weights={offload.weights} does not support StepConfig.qk_clip_threshold="
@@ -143,7 +141,7 @@ class Trainer(eqx.Module):
         )
         frozen_paths = frozen(model)
         axis_names = {path: names for path, names in axes(model).items() if path not in frozen_paths}
-        patterns = optimizer.trainable
+        patterns = settings.trainable
         trainable = matching(axis_names, patterns, "OptimizerConfig.trainable") - buffers(model, patterns)
         if config.qk_clip_threshold is not None:
             untrained = sorted(set(clipped_weights(model)) - trainable)
@@ -157,22 +155,22 @@ class Trainer(eqx.Module):
         trained |= loss_axes(loss_shapes(loss, model))
         loss_arrays, loss_form = eqx.partition(loss, eqx.is_array)
         training_steps = max(1, steps - idle_steps)
+        if isinstance(optimizer, OptimizerConfig):
+            name = optimizer.name
+            transformation = make_optimizer(optimizer, trained, training_steps)
+            schedule = make_schedule(optimizer, training_steps)
+        else:
+            name = "optax"
+            transformation = in_float32(optimizer)
+            schedule = optax.constant_schedule(float("nan"))
         return cls(
-            name=optimizer.name if transformation is None else "optax",
-            optimizer=(
-                make_optimizer(optimizer, trained, training_steps)
-                if transformation is None
-                else in_float32(transformation)
-            ),
-            schedule=(
-                make_schedule(optimizer, training_steps)
-                if transformation is None
-                else optax.constant_schedule(float("nan"))
-            ),
+            name=name,
+            optimizer=transformation,
+            schedule=schedule,
             trainable=trainable,
-            max_grad_norm=optimizer.max_grad_norm,
-            ema_decay=optimizer.ema_decay,
-            shard_over_data=optimizer.shard_over_data,
+            max_grad_norm=settings.max_grad_norm,
+            ema_decay=settings.ema_decay,
+            shard_over_data=settings.shard_over_data,
             config=config,
             idle_steps=idle_steps,
             loss_arrays=loss_arrays,
