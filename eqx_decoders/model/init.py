@@ -84,10 +84,10 @@ def init(
     """
     target = abstract(config, layout=layout, precision=precision, dtype=dtype, **execution)
     build = functools.partial(Decoder.build, config, execution=target.execution)
-    return _materialize(target, lambda key: build(key=key), as_key(key), target.execution.layout)
+    return _materialize(target, lambda key: build(key=key), key, target.execution.layout)
 
 
-def _materialize(target: T, build: Callable[[PRNGKeyArray], T], key: PRNGKeyArray, layout: Layout) -> T:
+def _materialize(target: T, build: Callable[[PRNGKeyArray], T], key: PRNGKeyArray | int, layout: Layout) -> T:
     """Return the result of `build(key)` with the dtypes and shardings of `target`."""
     shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
 
@@ -96,7 +96,7 @@ def _materialize(target: T, build: Callable[[PRNGKeyArray], T], key: PRNGKeyArra
         return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), built, shapes)
 
     build_arrays = layout.automatically(arrays, lambda _: partitions(shapes))
-    return eqx.combine(jax.jit(build_arrays, out_shardings=out_shardings(shapes))(key), static)
+    return eqx.combine(jax.jit(build_arrays, out_shardings=out_shardings(shapes))(as_key(key)), static)
 
 
 def count_parameters(config: DecoderConfig) -> int:
@@ -152,7 +152,7 @@ def _mtp_like(config: DecoderConfig, num_depths: int, loss_weight: float) -> MTP
     )
 
 
-def add_mtp(model: Decoder, num_depths: int, *, loss_weight: float = 0.1, key: PRNGKeyArray) -> Decoder:
+def add_mtp(model: Decoder, num_depths: int, *, loss_weight: float = 0.1, key: PRNGKeyArray | int) -> Decoder:
     """Return the model with newly initialized depths of multi-token prediction, configured as in `with_mtp`.
 
     The new weights are created with the model's sharding. For a model of `jax.ShapeDtypeStruct`s they are also
@@ -169,7 +169,7 @@ def add_mtp(model: Decoder, num_depths: int, *, loss_weight: float = 0.1, key: P
     return dataclasses.replace(model, mtp=depths, config=config)
 
 
-def add_score_head(model: Decoder, *, scores: int = 1, key: PRNGKeyArray) -> Decoder:
+def add_score_head(model: Decoder, *, scores: int = 1, key: PRNGKeyArray | int) -> Decoder:
     """Return the model with a newly initialized head of `scores` scores per token in place of the head of logits.
 
     The new weights are created with the model's sharding. For a model of `jax.ShapeDtypeStruct`s they are also

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray
 
+from eqx_decoders.core.input_checks import as_key
 from eqx_decoders.errors import check
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.pissa import check_split, init_pissa
@@ -30,7 +31,7 @@ from eqx_decoders.training.settings.lora import LoRAConfig
 _NEW = ("lora_a", "lora_b", "lora_magnitude", "start_a", "start_b")
 
 
-def add_lora(model: Decoder, config: LoRAConfig, *, key: PRNGKeyArray) -> Decoder:
+def add_lora(model: Decoder, config: LoRAConfig, *, key: PRNGKeyArray | int) -> Decoder:
     """Add a low-rank pair to every weight that matches; until it is trained the model computes the same.
 
     Weights in few bits (`quantize`) get pairs like others, and stay as they are (QLoRA, Dettmers et al. 2023).
@@ -71,7 +72,7 @@ def add_lora(model: Decoder, config: LoRAConfig, *, key: PRNGKeyArray) -> Decode
         keys = dict(zip(new, jax.random.split(key, len(new)), strict=True))
         return {name: _draw(keys[name], inner[name], leaf) for name, leaf in new.items()}
 
-    return replaced(target, jax.jit(draw, out_shardings=out_shardings(new))(key))
+    return replaced(target, jax.jit(draw, out_shardings=out_shardings(new))(as_key(key)))
 
 
 def merge_lora(model: Decoder) -> Decoder:

@@ -17,6 +17,7 @@ from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.numerics.initializers import fan_in, normal, shapes_only
 from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.training.settings.lora import LoRAConfig
 from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.errors import refused
 from tests.models import EMBED, VOCAB, filled, packed, rich_decoder, some_tokens
@@ -211,6 +212,10 @@ def test_seeds_dtypes_and_no_layout():
     for options in (dict(dtype="bfloat16"), dict(precision="bfloat16"), dict(precision=jnp.bfloat16)):
         half = ed.abstract(config, **options)
         assert half.embedding.table.dtype == half.execution.precision.compute == jnp.bfloat16
+    assert_close(ed.add_mtp(plain, 1, key=3), ed.add_mtp(plain, 1, key=jax.random.key(3)), units=1)
+    assert_close(ed.add_score_head(plain, key=3), ed.add_score_head(plain, key=jax.random.key(3)), units=1)
+    lora = LoRAConfig(rank=2, targets=("*.mlp.*",))
+    assert_close(ed.add_lora(plain, lora, key=3), ed.add_lora(plain, lora, key=jax.random.key(3)), units=1)
     with refused(ed.ConfigError, "dtype='bfloat16'", "precision='float32'"):
         ed.init(config, key=3, dtype="bfloat16", precision="float32")
 
