@@ -54,9 +54,6 @@ class MissingPackage(EqxDecodersError, ImportError):
     """Optional package that is not installed."""
 
 
-MAX_LISTED_OPTIONS = 60  # error messages list more options only in part
-
-
 def suggest(value: Any, known: Iterable[Any]) -> str:
     """Return " Did you mean 'x'?" with the most similar string of `known`; an empty text if none is similar."""
     similar = similar_names(value, known, 1)
@@ -72,19 +69,20 @@ def similar_names(value: Any, known: Iterable[Any], count: int) -> list[str]:
 def check_option(
     field: str, value: T, known: Iterable[Any], error: type[EqxDecodersError] = ConfigError, *, listed_by: str = ""
 ) -> T:
-    """Return `value` if it is one of `known`. Otherwise raise `error`, with the most similar known values.
+    """Return `value` if it is one of `known`. Otherwise raise `error`, which suggests the most similar known value.
 
-    `listed_by`: what lists all known values, for the message if there are more than `MAX_LISTED_OPTIONS`.
+    `listed_by`: the command or function that lists all known values. If it is set, the message names it and up to three
+    similar values. Otherwise the message lists all known values.
     """
     known = tuple(known)
     if value in known:
         return value
-    if len(known) <= MAX_LISTED_OPTIONS:
-        raise error(f"{field}={value!r} is not known.{suggest(value, known)} Known: {', '.join(map(str, known))}.")
-    similar = similar_names(value, known, 3)
     message = f"{field}={value!r} is not known."
+    if not listed_by:
+        raise error(f"{message}{suggest(value, known)} Known: {', '.join(map(str, known))}.")
+    similar = similar_names(value, known, 3)
     message += f" Similar: {', '.join(map(repr, similar))}." if similar else ""
-    raise error(message + (f" {listed_by} lists all {len(known)}." if listed_by else f" {len(known)} are known."))
+    raise error(f"{message} {listed_by} lists all {len(known)}.")
 
 
 def check(condition: bool, message: str, error: type[EqxDecodersError] = ConfigError) -> None:
